@@ -110,6 +110,13 @@ def test_help_of_prune_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "One of:" not in text
 
 
+def test_help_of_evaluate_lists_both_things_to_measure_on() -> None:
+    shown = CliRunner().invoke(app, ["evaluate", "--help"]).stdout
+    assert "--text" in shown
+    assert "--task" in shown
+    assert "--task-data" not in shown
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_short_help_and_summary_of_each_command_fit_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")

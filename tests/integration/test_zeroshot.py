@@ -13,10 +13,11 @@ import pytest
 import yaml
 from typer.testing import Result
 
+import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable
-from sparsellm.evaluation import zeroshot
+from sparsellm.evaluation import task_definitions
 from sparsellm.evaluation.measurements import mean
-from sparsellm.evaluation.zeroshot import definition, prepare_tasks
+from sparsellm.evaluation.task_definitions import definition, prepare_tasks
 from sparsellm.runs.measuring import evaluate
 
 Command = Callable[..., Result]
@@ -176,7 +177,7 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, fields in GROUPS.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"group": name} | fields), encoding="utf-8")
     index = TaskManager(include_path=str(folder), include_defaults=False)
-    monkeypatch.setattr(zeroshot, "_task_manager", lambda: index)
+    monkeypatch.setattr(task_definitions, "task_manager", lambda: index)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return index
@@ -240,7 +241,11 @@ def test_a_report_names_the_metric_of_each_task(
     ("task", "error", "message"),
     [
         ("choice_nrm", InvalidSetting, r"`task` is unknown: got 'choice_nrm'\. Did you mean 'choice_norm' or "),
-        ("zzzzzzz", InvalidSetting, r"`task` is unknown: got 'zzzzzzz'\. 'lm-eval ls tasks' lists all\."),
+        (
+            "zzzzzzz",
+            InvalidSetting,
+            r"`task` is unknown: got 'zzzzzzz'\. 'lm-eval ls tasks' lists all; one of your own is a \.yaml file\.",
+        ),
         ("unsafe", InvalidSetting, "task unsafe runs code that the model writes"),
         ("absent", Unreachable, r"data of the task absent cannot be loaded \(.*some/where.*\)\. Run once with a network"),
     ],
@@ -254,6 +259,69 @@ def test_a_task_that_cannot_run_is_refused_before_any_work(
     monkeypatch.setattr("sparsellm.runs.measuring.load", weights_are_read)
     with pytest.raises(error, match=message):
         evaluate(str(tiny["opt"]), task=task)
+
+
+@WITH
+def test_a_task_of_one_s_own_is_a_file(
+    tiny: dict[str, Path], own_tasks: Any, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not in lm-eval's index, and is reported by its file, as a text is; in `evaluate`, `prune` and a search's target."""
+    monkeypatch.setattr(task_definitions, "task_manager", lambda: own_tasks)
+    fields = yaml.safe_load((tmp_path / "own" / "choice_acc.yaml").read_text(encoding="utf-8"))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump(fields | {"task": "mine", "tag": []}), encoding="utf-8")
+    measured = evaluate(str(tiny["llama"]), task=[str(mine), "choice_acc"]).accuracy
+    assert list(measured) == [str(mine), "choice_acc"]
+    assert measured[str(mine)] == measured["choice_acc"]
+    done = command("prune", tiny["llama"], tmp_path / "out", "--method", "magnitude", "--task", mine, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["tasks"][str(mine)]["dense"]["questions"] == 6
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| mine.yaml | acc | " in card
+    assert str(tmp_path) not in card + (tmp_path / "out" / "sparsellm.json").read_text(encoding="utf-8")
+    words = ["--method", "magnitude", "--min-accuracy", f"{mine}:0", "--step", "45%"]
+    assert command("search", tiny["llama"], tmp_path / "found", *words).exit_code == 0
+
+
+@WITH
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"There is no file .*mine\.yaml\. Name a task of lm-eval, or the file of one"),
+        ("[1", r"lm-eval cannot read the data of the task .*mine\.yaml .*: look at the file, and at the fields of its data"),
+        ("{doc_to_text: x}", r"lm-eval cannot read the data of the task .*mine\.yaml .*: look at the file"),
+        ("{group: mine, task: [choice_acc]}", r"lm-eval cannot read the data of the task .*mine\.yaml .*: look at the file"),
+        (CHOICE | {"task": "choice_acc"}, "choice_acc and .*mine.yaml are both a task named choice_acc. Rename one"),
+        (CHOICE | {"task": "mine", "unsafe_code": True}, "task mine runs code that the model writes"),
+        (CHOICE | {"task": "mine", "test_split": "no"}, r"data of the task .*mine\.yaml"),
+    ],
+)
+def test_a_file_without_a_task_is_told_before_any_work(
+    content: Any, message: str, tiny: dict[str, Path], own_tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    if isinstance(content, dict):
+        fields = yaml.safe_load((tmp_path / "own" / "choice_acc.yaml").read_text(encoding="utf-8"))
+        content = yaml.safe_dump(fields | content)
+    if content is not None:
+        mine.write_text(content, encoding="utf-8")
+    monkeypatch.setattr("sparsellm.runs.measuring.load", lambda *_, **__: pytest.fail("the weights are read"))
+    with pytest.raises((InvalidSetting, BadText), match=message):
+        evaluate(str(tiny["opt"]), task=["choice_acc", str(mine)])
+
+
+@WITH
+def test_a_sweep_measures_a_changed_task_again(tiny: dict[str, Path], own_tasks: Any, tmp_path: Path) -> None:
+    """The dense model's accuracy is kept for all cells; a task's file counts by its content."""
+    mine = tmp_path / "own" / "choice_acc.yaml"
+    content = {"model": str(tiny["llama"]), "method": "magnitude", "task": str(mine), "axes": {"sparsity": ["50%"]}}
+    sparsellm.sweep(content, tmp_path / "out")
+    fields = yaml.safe_load(mine.read_text(encoding="utf-8"))
+    mine.write_text(yaml.safe_dump(fields | {"doc_to_target": 0}), encoding="utf-8")
+    outcomes = sparsellm.sweep(content | {"axes": {"sparsity": ["60%"]}}, tmp_path / "out")
+    expected = evaluate(str(tiny["llama"]), task=str(mine)).accuracy[str(mine)]
+    assert outcomes[0].report is not None
+    assert outcomes[0].report.tasks[str(mine)].dense.value == expected.value
 
 
 @WITH
@@ -285,7 +353,7 @@ def test_other_fields_are_told(tiny: dict[str, Path], questions: Path) -> None:
 
 
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, tiny: dict[str, Path]) -> None:
-    monkeypatch.setattr(zeroshot, "find_spec", lambda _: None)
+    monkeypatch.setattr(task_definitions, "find_spec", lambda _: None)
     with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[eval\]'"):
         evaluate(str(tiny["opt"]), task=["boolq"])
 

@@ -28,7 +28,7 @@ _TASKS = ("task", "task_data", "task_limit")
 _TEXTS = ("text_field", "documents", "bos", "sequence_length", "evaluate_limit")
 
 
-@options.recipe_options("revision", "trust_remote_code", *_TASKS, *_TEXTS, "max_memory", "device", "dtype")
+@options.recipe_options("revision", "trust_remote_code", *_TASKS, *_TEXTS, "max_memory", "device", "dtype", shown=("task",))
 def evaluate(
     context: typer.Context,
     model: options.Model,

@@ -68,6 +68,7 @@ def recipe_options(
     fields: type[RunFields] = RecipeFields,
     without: tuple[str, ...] = ("model",),
     others: type[RunFields] | None = None,
+    shown: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options for fields of the recipe to a command.
 
@@ -78,12 +79,14 @@ def recipe_options(
         *names: The fields. Default: all fields except `without`.
         without: Fields that are arguments of the command, or that the command line does not set.
         others: Another class, whose own fields get options that only `--help-all` lists.
+        shown: Fields that `--help` lists too, where it does not for other commands.
     """
     declared = {**(others.model_fields if others else {}), **fields.model_fields}
     chosen = [name for name in names or declared if name not in without]
     # In the order of the panels; within one, the fields that `prune` and `recover` do not share come first.
     chosen.sort(key=lambda name: (PANELS.index(_extra(declared[name])["panel"]), name in RunFields.model_fields))
     selected = {name: declared[name] for name in chosen}
+    listed = [name for name in chosen if name in shown or (name in fields.model_fields and _extra(declared[name])["essential"])]
 
     def add_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -95,7 +98,7 @@ def recipe_options(
         own = [parameter for name, parameter in signature.parameters.items() if name not in selected]
         parameters = [
             *(parameter for parameter in own if parameter.kind is _POSITIONAL),
-            *(_option(name, field, hidden=name not in fields.model_fields) for name, field in selected.items()),
+            *(_option(name, field, hidden=name not in listed) for name, field in selected.items()),
             *(parameter for parameter in own if parameter.kind is _KEYWORD),
             inspect.Parameter("help_all", _KEYWORD, default=False, annotation=HelpAll),
         ]
@@ -120,7 +123,7 @@ def _option(name: str, field: FieldInfo, hidden: bool) -> inspect.Parameter:
         help=field.description,
         metavar=f"[{'|'.join(values)}]" if values else _METAVARS.get(kind),
         rich_help_panel=extra["panel"],
-        hidden=hidden or not extra["essential"],
+        hidden=hidden,
         show_default=extra["default_text"] or (False if no_default else str(field.default)),
         autocompletion=(lambda incomplete: [value for value in values if value.startswith(incomplete)]) if values else None,
     )
@@ -178,8 +181,8 @@ FromSparsity = Annotated[str | None, _gradual("--from", metavar="PERCENT", help=
 ToSparsity = Annotated[str | None, _gradual("--to", metavar="PERCENT", help="Sparsity of the last stage.")]
 _STAGES = "Number of stages, each of which prunes further and then trains."
 Stages = Annotated[int | None, _gradual(metavar="N", help=_STAGES, show_default="4")]
-_TEXT = "Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."
-Text = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]  # typer 0.27 names it --TEXT
+_TEXT = "Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."  # typer 0.27 would name it --TEXT
+Text = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]
 
 Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
@@ -248,12 +251,9 @@ MaxSize = Annotated[str | None, _target(metavar="SIZE", help="Size of the weight
 Step = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
 
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
-Repo = Annotated[
-    str, typer.Argument(metavar="REPO", help="Repository on the hub, as owner/name; created if it does not exist.")
-]
+Repo = Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, as owner/name; may be new.")]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]
-_BRANCH = "Branch to push to; created if it does not exist."
-Branch = Annotated[str | None, typer.Option("--revision", help=_BRANCH, show_default="main")]
+Branch = Annotated[str | None, typer.Option("--revision", help="Branch to push to; may be new.", show_default="main")]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files in REPO.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and list the files, but push nothing; needs no login.")]
 

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
-import io
-import json
-import logging
 import math
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import yaml
 
 from sparsellm.checkpoints.loading import compute_dtype
-from sparsellm.errors import BadText, InvalidSetting, MissingPackage, TooLarge, Unreachable, first_line, printable
+from sparsellm.errors import BadText, TooLarge, printable
+from sparsellm.evaluation import task_definitions as definitions
 from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives
-from sparsellm.runtime.devices import is_out_of_memory
 from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH = 8
@@ -41,110 +30,6 @@ BATCH = 8
 
 SEED = 1234
 """The seed with which lm-eval chooses examples, its own default."""
-
-SPLITS = {
-    "boolq": "validation",
-    "rte": "validation",
-    "hellaswag": "validation",
-    "winogrande": "validation",
-    "arc_easy": "test",
-    "arc_challenge": "test",
-    "openbookqa": "test",
-    "piqa": "validation",
-}
-"""Tasks that can be read from local files, with the split that lm-eval evaluates. The SparseLLM paper uses the first seven and
-reports their `acc`, also where lm-eval has `acc_norm`."""
-
-
-def prepare_tasks(tasks: Sequence[str], folder: str | None) -> dict[str, dict[str, Any]]:
-    """Check that all tasks can run: their names, and their data, which is downloaded unless it is in a folder or a cache.
-
-    Args:
-        tasks: Names of tasks, groups and tags of lm-eval.
-        folder: Folder with a local file of each task; None for data from the hub.
-
-    Returns:
-        By task, the fields of lm-eval's task definition to override; empty for data from the hub.
-
-    Raises:
-        MissingPackage: If lm-eval, or a package that a task needs, is not installed.
-        InvalidSetting: If a task is unknown, runs code that the model writes, or cannot be read from a local file.
-        BadText: If the local file of a task is missing or cannot be read.
-        Unreachable: If a task's data on the hub cannot be loaded.
-    """
-    if tasks and find_spec("lm_eval") is None:
-        raise MissingPackage("Tasks run through lm-eval, which is not installed: pip install 'sparsellm[eval]'.")
-    if others := [task for task in tasks if task not in SPLITS]:
-        for task in others:
-            _check_name(task)
-        if folder is not None:
-            raise InvalidSetting(f"`task_data` can hold the tasks {', '.join(SPLITS)}, not {others[0]}. Leave out one of them.")
-    if folder is not None:
-        return {task: _local_overrides(task, Path(folder).expanduser()) for task in tasks}
-    for task in tasks:
-        _check_loads(task)
-    return {task: {} for task in tasks}
-
-
-def _check_name(task: str) -> None:
-    """Raise InvalidSetting for a name that lm-eval does not have."""
-    known = _task_manager().all_tasks
-    if task not in known:
-        close = [repr(name) for name in difflib.get_close_matches(task, known)]
-        question = f"Did you mean {' or '.join(close)}? " if close else ""
-        raise InvalidSetting(f"`task` is unknown: got {task!r}. {question}'lm-eval ls tasks' lists all.")
-
-
-def _check_loads(task: str) -> None:
-    """Raise an error for a task whose data cannot be loaded, or that this package does not run."""
-    with _silence_lm_eval(), _task_errors(task):
-        members: Mapping[str, Any] = _task_manager().load([task])["tasks"]
-    for name, member in members.items():
-        for flag, what in (("UNSAFE_CODE", "runs code that the model writes"), ("MULTIMODAL", "has images or sounds")):
-            if getattr(member, flag, False):
-                raise InvalidSetting(f"The task {name} {what}: run lm-eval itself on the output for it.")
-
-
-@contextmanager
-def _task_errors(*tasks: str) -> Iterator[None]:
-    """Turn the errors of lm-eval's code for these tasks within the context into one message with their names."""
-    noun = f"task{'s' * (len(tasks) > 1)} {', '.join(tasks)}"
-    try:
-        yield
-    except ImportError as error:
-        raise MissingPackage(f"The {noun} cannot be loaded ({first_line(error)}): install what lm-eval asks for.") from error
-    except OSError as error:
-        paper = set(tasks) <= set(SPLITS)
-        local = " Or pass a folder of .jsonl files as `task_data`." if paper else ""
-        raise Unreachable(
-            f"The data of the {noun} cannot be loaded ({first_line(error)}). Run once with a network: the data then stay in "
-            f"the cache of data sets (HF_HOME).{local}"
-        ) from error
-    except Exception as error:  # a task's own code may fail in any way on data that it does not expect
-        if is_out_of_memory(error):
-            raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise BadText(f"lm-eval cannot read the data of the {noun} ({reason}): the fields must be as on the hub.") from error
-
-
-def _local_overrides(task: str, folder: Path) -> dict[str, Any]:
-    """Fields of a task definition that read its JSONL file in `folder`, whose fields are those of the hub data set."""
-    part = SPLITS[task]
-    files = sorted(folder.glob(f"{task}*{part}*.jsonl"))
-    if len(files) != 1:
-        reason = f"none of {folder}'s files is called" if not files else f"{len(files)} files of {folder} are called"
-        raise BadText(f"The task {task} has no data: {reason} {task}*{part}*.jsonl. Put one there, or leave out `task_data`.")
-    try:
-        with files[0].open(encoding="utf-8") as lines:
-            first = json.loads(next(lines))
-    except (OSError, ValueError, StopIteration) as error:
-        raise BadText(f"{files[0]} cannot be read ({first_line(error)}): it must hold one JSON object per line.") from None
-    overrides: dict[str, Any] = {"dataset_path": "json", "dataset_name": None, "training_split": None}
-    overrides |= {"dataset_kwargs": {"data_files": {part: str(files[0].resolve())}}}
-    overrides |= {"validation_split": None, "test_split": None, f"{part}_split": part}
-    if task == "hellaswag" and "query" in first:  # the file has the fields that lm-eval's process_docs creates
-        overrides |= {"process_docs": None, "doc_to_text": "{{query}}", "doc_to_target": "{{gold}}"}
-    return overrides
 
 
 def evaluate_tasks(
@@ -163,7 +48,7 @@ def evaluate_tasks(
     the tasks.
 
     Args:
-        tasks: Names of tasks, groups and tags of lm-eval.
+        tasks: Names of tasks, groups and tags of lm-eval, or files with the definition of a task.
         folder: Folder with a local file of each task; None for data from the hub.
         limit: Maximum number of questions per task; None for all.
         progress: Called after each batch with the number of scored answers and their total.
@@ -179,11 +64,16 @@ def evaluate_tasks(
         raise TooLarge(
             "Tasks need the whole model in memory, and it is read block by block. Leave out `task`, or raise `max_memory`."
         )
-    overrides, model = prepare_tasks(tasks, folder), loaded.model
+    overrides, model = definitions.prepare_tasks(tasks, folder), loaded.model
     local = {task: overrides[task] for task in collectives.shard(list(tasks))}
-    with eval_mode(model), compute_dtype_context(model, compute_dtype(model)), fast_linear_layers(), _silence_lm_eval():
+    with (
+        eval_mode(model),
+        compute_dtype_context(model, compute_dtype(model)),
+        fast_linear_layers(),
+        definitions.silence_lm_eval(),
+    ):
         results = _run_lm_eval(model, tokenizer, local, limit=limit, progress=progress) if local else {}
-    figures = [{name: asdict(_accuracy(results, name)) for name in _reported_names(results, task)} for task in local]
+    figures = [_figures(results, task, fields.get("task", task)) for task, fields in local.items()]
     return {name: Accuracy(**figure) for shard in collectives.all_gather(figures) for name, figure in shard.items()}
 
 
@@ -216,9 +106,9 @@ def _run_lm_eval(
             return logits
 
     lm = CountedLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH)
-    with _task_errors(*tasks), tempfile.TemporaryDirectory() as folder:
-        names = [str(definition(task, fields, Path(folder))) if fields else task for task, fields in tasks.items()]
-        members = _task_manager().load(names)
+    with definitions.task_errors(*tasks), tempfile.TemporaryDirectory() as folder:
+        specs = [definitions.spec(task, fields, Path(folder)) for task, fields in tasks.items()]
+        members = definitions.task_manager().load(specs)
         # As simple_evaluate, which has no results where LOCAL_RANK is not 0, and takes seconds to list the installed packages.
         random.seed(0)
         np.random.seed(SEED)
@@ -230,24 +120,9 @@ def _run_lm_eval(
         return dict(evaluate(lm, members, limit=limit, log_samples=False) or {})
 
 
-@cache
-def _task_manager() -> TaskManager:
-    """lm-eval's task index, cached because building it reads thousands of files."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()
-
-
-def definition(task: str, overrides: Mapping[str, Any], folder: Path) -> Path:
-    """Write an lm-eval task definition that includes the original one.
-
-    Args:
-        overrides: Fields that replace those of the original.
-    """
-    file = folder / f"{task}.yaml"
-    include = {"include": str(_task_manager().task_index[task].yaml_path), "task": task}
-    file.write_text(yaml.safe_dump(include | dict(overrides), sort_keys=False), encoding="utf-8")
-    return file
+def _figures(results: Mapping[str, Any], task: str, name: str) -> dict[str, dict[str, Any]]:
+    """The fields of each `Accuracy` that a task, whose name in lm-eval's results is `name`, is reported with, by its name."""
+    return {task if x == name else x: asdict(_accuracy(results, x)) for x in _reported_names(results, name)}
 
 
 def _reported_names(results: Mapping[str, Any], task: str) -> list[str]:
@@ -255,7 +130,7 @@ def _reported_names(results: Mapping[str, Any], task: str) -> list[str]:
     is_group = task not in results["n-samples"]
     if not is_group or len(_metrics(results["results"].get(task, {}))) == 1:
         return [task]
-    index = _task_manager().task_index
+    index = definitions.task_manager().task_index
     members = results["group_subtasks"].get(task) or [name for name, entry in index.items() if task in entry.tags]
     return [name for member in members for name in _reported_names(results, member)]
 
@@ -277,7 +152,7 @@ def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
     metrics = _metrics(figures)
     if not metrics:
         raise BadText(f"lm-eval gives no number for the task {name}, got {printable(str(figures), 200)}. Leave it out.")
-    preferred = [] if name in SPLITS else ["acc_norm,none"]
+    preferred = [] if name in definitions.SPLITS else ["acc_norm,none"]
     key = next((key for key in (*preferred, "acc,none") if key in metrics), metrics[0])
     metric, _, filtered_by = key.partition(",")
     error = figures.get(f"{metric}_stderr,{filtered_by}")
@@ -285,16 +160,3 @@ def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
     questions = sum(results["n-samples"][leaf]["effective"] for leaf in _leaves(results, name))
     normalised = figures.get("acc_norm,none")
     return Accuracy(figures[key], error if finite else None, normalised, questions, key.removesuffix(",none"))
-
-
-@contextmanager
-def _silence_lm_eval() -> Iterator[None]:
-    """Suppress the output of lm-eval and datasets within the context."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)

@@ -12,6 +12,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.data.data_sets import is_saved
 from sparsellm.data.texts import NAMES
 from sparsellm.errors import CannotResume, SparseLLMError
+from sparsellm.evaluation.task_definitions import is_task_file
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.runs.fingerprint import contents, model_fingerprint
 from sparsellm.runs.outputs import read_output
@@ -131,6 +132,7 @@ def _local_names(recipe: RunRecipe) -> Iterator[str]:
     yield from recipe.evaluate
     yield from [recipe.allocation_rule] if recipe.allocation_rule not in RULES else []
     yield from [recipe.task_data] if recipe.task and recipe.task_data else []
+    yield from (task for task in recipe.task if is_task_file(task))
 
 
 def _sampled(file: Path) -> str:

@@ -18,7 +18,8 @@ from sparsellm.data.padding import count_tokens
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
-from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
+from sparsellm.evaluation.task_definitions import is_task_file, prepare_tasks
+from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runs.display import Display
 from sparsellm.runs.events import (
@@ -188,7 +189,8 @@ def measure_into(
     if recipe.task:
         with phase(f"{ANSWERING} {when}", report, observer, unit="answer") as advance:
             score = partial(_accuracies, recipe, loaded, ready.source.tokenizer(), advance)
-            data = report.inputs.get(str(recipe.task_data), recipe.task_data)
+            files = [task for task in recipe.task if is_task_file(task)]
+            data = [report.inputs.get(str(name), name) for name in (recipe.task_data, *files)]
             name = f"accuracies on {recipe.task} of {data}, {recipe.task_limit} questions"
             accuracies = recall(torch.empty(0, dtype=torch.long), name, score, kind=dict[str, Accuracy])
             for task, accuracy in accuracies.items():

@@ -14,7 +14,7 @@ from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.data.in_memory import CalibrationData
 from sparsellm.data.padding import count_tokens
 from sparsellm.errors import UnsupportedModel, plural
-from sparsellm.evaluation.zeroshot import prepare_tasks
+from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head

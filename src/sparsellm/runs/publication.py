@@ -16,13 +16,14 @@ from pydantic import BaseModel
 
 from sparsellm.checkpoints.files import DEMO, is_hub_name
 from sparsellm.data.texts import NAMES
+from sparsellm.evaluation.task_definitions import is_task_file
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 
 COMPONENT = r"[^\s/\"'`<>|,;:()\[\]{}*?\\]+"
 """Regular expression of one path component; a path ends at any other character."""
 
-OF_PATHS = ("model", "pruned", "architecture", "calibration", "allocation", "task_data", "evaluate")
+OF_PATHS = ("model", "pruned", "architecture", "calibration", "allocation", "task_data", "evaluate", "task")
 """Recipe fields that may name files."""
 
 
@@ -119,7 +120,8 @@ def local_files(recipe: RunRecipe) -> list[tuple[str, str]]:
         for name in (value,) if isinstance(value, str) else value or ():
             known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
             on_hub = field == "model" and ("/" in name or recipe.revision is not None)
-            if not (name in known or on_hub or name.startswith(DEMO)):
+            is_name = field == "task" and not is_task_file(name)
+            if not (name in known or on_hub or is_name or name.startswith(DEMO)):
                 values.append((field, name))
     return values
 

@@ -137,7 +137,7 @@ class RunFields(BaseModel):
         None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", gt=0
     )
     prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
-    task: Names = _evaluation((), "Task or group of lm-eval to measure on, such as boolq, arc_easy or mmlu.")
+    task: Names = _evaluation((), "Task or group of lm-eval to measure on, such as boolq or mmlu, or the .yaml file of a task.")
     task_data: str | None = _evaluation(
         None, "Folder with the questions of the SparseLLM paper's tasks and piqa as .jsonl files.", "downloaded from the hub"
     )
