@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting
-from sparsellm.reports.compare import Comparison, read_comparison
+from sparsellm.evaluation.differences import Difference, Parts
+from sparsellm.reports.compare import Comparison, _notes, read_comparison
 from sparsellm.reports.page import comparison_page
 from sparsellm.runs.records import SavedPair, SavedReport
 from sparsellm.runs.result_records import SavedFigure
@@ -59,7 +62,7 @@ def cells(comparison: Comparison, number: int) -> dict[str, list[str]]:
 def test_the_table_holds_what_the_reports_say(runs: Path) -> None:
     comparison = sparsellm.compare([runs / "half", runs / "two-four"])
     table = cells(comparison, 0)
-    assert table[""] == ["run", "method", "sparsity", "zeros", "words.txt", "change", "error", "size"]
+    assert table[""] == ["run", "method", "sparsity", "zeros", "words.txt", "change, %", "error", "size"]
     reports = {name: sparsellm.load_report(runs / name) for name in ("half", "two-four")}
     for name, report in reports.items():
         ((_, pair),) = report.perplexity.items()
@@ -70,23 +73,84 @@ def test_the_table_holds_what_the_reports_say(runs: Path) -> None:
         assert zeros == f"{100 * report.totals.sparsity_of_model:.1f} %"
         assert perplexity.startswith(f"{pair.pruned.value:.1f} ± ")
         assert table["dense"][3].startswith(f"{pair.dense.value:.1f} ± ")
-        assert change == f"{100 * (pair.pruned.value - pair.dense.value) / pair.dense.value:+.1f} %"
+        assert " ± " in change
+        assert float(change.split()[0]) == pytest.approx(100 * (pair.pruned.value / pair.dense.value - 1), abs=0.06)
         errors = sorted(layer.error for layer in report.layers)
         assert len(errors) == 15
         assert error == f"{errors[7]:.3g}"
         assert size == human_bytes((runs / name / "model.safetensors").stat().st_size)
     errors_by_run = [{layer.name: layer.error for layer in report.layers} for report in reports.values()]
     ratios = {name: max(x[name] for x in errors_by_run) / min(x[name] for x in errors_by_run) for name in errors_by_run[0]}
-    layers = cells(comparison, 1)
+    layers = cells(comparison, -1)
     assert layers.pop("") == ["layer", "half", "two-four"]
     assert list(layers) == sorted(ratios, key=lambda name: -ratios[name])[:5]
     assert layers[next(iter(layers))] == [f"{errors[next(iter(layers))]:.3g}" for errors in errors_by_run]
 
 
+def made_up(comparison: Comparison, *runs: tuple[float, float]) -> Comparison:
+    """The comparison with other losses: by run, how much the loss of every sequence rises, and that of every second one."""
+    changed = []
+    for run, (by, every_second) in zip(comparison.runs, runs, strict=True):
+        report = run.report.model_copy(deep=True)
+        for pair in report.perplexity.values():
+            for figure, (rise, more) in ((pair.dense, (0.0, 0.0)), (pair.pruned, (by, every_second))):
+                assert figure
+                assert figure.parts
+                losses = tuple(number + rise + more * (number % 2) for number in range(len(figure.parts.values)))
+                figure.parts = replace(figure.parts, values=losses)
+                figure.value = math.exp(statistics.fmean(losses))
+        changed.append(replace(run, report=report))
+    return replace(comparison, runs=tuple(changed), notes=tuple(_notes(changed, [])))
+
+
+def test_differences_have_the_paired_error(runs: Path) -> None:
+    """The sequences' losses differ by far more than the models do, and the same sequences are hard for both."""
+    read = read_comparison([runs / "half", runs / "two-four"])
+    sure = made_up(read, (0.1, 0.001), (0.2, 0.002))
+    error = 0.0005 * math.sqrt(4 / 3) / 2  # of the mean of 0, 0.001, 0, 0.001, their deviations being 0.0005
+    change = math.expm1(0.1005)
+    figure = next(iter(sure.runs[0].figures.values()))
+    assert figure.difference
+    assert figure.difference.change == pytest.approx(change)
+    assert figure.difference.standard_error == pytest.approx((1 + change) * error)
+    assert cells(sure, 0)["half"][4] == "+10.57 ± 0.03"
+    assert cells(sure, 1) == {"": ["run", "words.txt"], "half": ["lowest"], "two-four": ["+10.57 ± 0.03 %"]}
+    assert sure.notes == ()
+
+
+def test_no_difference_is_claimed_within_its_error(runs: Path) -> None:
+    """Neither between the runs nor from the dense model: 1 % and less with an error of 3 %."""
+    unsure = made_up(read_comparison([runs / "half", runs / "two-four"]), (-0.05, 0.1), (-0.047, 0.0))
+    assert cells(unsure, 1) == {
+        "": ["run", "words.txt"],
+        "half": ["no difference measurable (+4.8 ± 3.0 %)"],
+        "two-four": ["lowest"],
+    }
+    assert unsure.notes == ("No difference measurable from the dense model on words.txt: half.",)
+    page = comparison_page(unsure)
+    assert "no difference measurable (+4.8 ± 3.0" in page
+    data = unsure.to_dict()["runs"][0]["figures"]["perplexity words.txt"]
+    assert data["change_error"] == pytest.approx(0.0289, abs=1e-4)
+
+
+def test_other_sequences_are_not_paired(runs: Path) -> None:
+    """Of as many sequences of another text; and a report of an earlier version, without the losses."""
+    read = made_up(read_comparison([runs / "half", runs / "two-four"]), (0.1, 0.001), (0.2, 0.002))
+    for parts in (Parts("of another text", (0.0, 1.0, 2.0, 3.0)), None):
+        report = read.runs[0].report.model_copy(deep=True)
+        for pair in report.perplexity.values():
+            assert pair.pruned
+            pair.pruned.parts = parts
+        other = replace(read, runs=(replace(read.runs[0], report=report), read.runs[1]))
+        assert cells(other, 1)["two-four"] == ["+10.6 %, error unknown"]
+        assert next(iter(other.runs[0].figures.values())).difference == Difference(pytest.approx(math.expm1(0.1005)), None)
+        assert list(_notes(other.runs, []))[-1].startswith("Difference without a known error")
+
+
 def test_other_sequences_are_other_columns(runs: Path) -> None:
     comparison = read_comparison([runs / "half", runs / "short"])
     table = cells(comparison, 0)
-    assert table[""][4:8] == ["words.txt, 4 x 32", "change", "words.txt, 2 x 32", "change"]
+    assert table[""][4:8] == ["words.txt, 4 x 32", "change, %", "words.txt, 2 x 32", "change, %"]
     assert table["half"][5:7] == table["short"][3:5] == ["-", "-"]
     assert comparison.notes[0].startswith("The perplexity on words.txt was measured on other sequences in other columns")
 
@@ -105,7 +169,7 @@ def test_a_sweep_and_an_output(runs: Path, sweep_folder: Path) -> None:
     table = cells(comparison, 0)
     assert list(table)[2:] == ["cells: 50%", "cells: 60%", "two-four"]
     assert table["cells: 60%"][-1] == "-"
-    assert comparison.notes == ("Not finished and left out: cells: 2:4 (open).",)
+    assert comparison.notes[-1] == "Not finished and left out: cells: 2:4 (open)."
     alone = read_comparison([sweep_folder])
     assert [run.name for run in alone.runs] == ["cells: 50%", "cells: 60%"]
 

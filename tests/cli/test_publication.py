@@ -20,9 +20,10 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.runs.card import fenced, plain
 from sparsellm.runs.publication import Paths
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.report import Report, fenced, plain
+from sparsellm.runs.report import Report
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

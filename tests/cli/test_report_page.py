@@ -5,8 +5,10 @@ from __future__ import annotations
 import builtins
 import html
 import json
+import math
 import re
 import shutil
+import statistics
 import subprocess
 from base64 import b64decode
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import SavedReport, load_report
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.report import PERPLEXITY as PERPLEXITY_OF_REPORT
 
 Command = Callable[..., Result]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -124,11 +127,13 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
     check(text, found)
     assert [plot.name for plot in found] == ["error-map", "convergence", "time"], "the sparsities are equal"
     told = json.loads((run_folder / "sparsellm.json").read_text(encoding="utf-8"))
-    values = next(iter(told["perplexity"].values()))
-    dense, pruned = values["dense"]["value"], values["pruned"]["value"]
+    values = {when: PERPLEXITY_OF_REPORT.validate_python(x) for when, x in next(iter(told["perplexity"].values())).items()}
+    dense, pruned = values["dense"].value, values["pruned"].value
     assert "60\N{NO-BREAK SPACE}% of the weights in the pruned layers removed; perplexity on words.txt " in text
     assert f"words.txt {dense:.0f} → {pruned:.0f}, " in text
-    assert f", {100 * (pruned / dense - 1):+.1f}\N{NO-BREAK SPACE}%; verified when written." in text
+    change = part_of(text, r"words\.txt \d+ → \d+, (.*?); verified when written\.").replace("\N{NO-BREAK SPACE}", " ")
+    assert change == str(values["pruned"].against(values["dense"]))
+    assert "±" in change
     assert "&lt;script&gt;the sum" in text
     assert "sparsity: 60%" in text
     maps = {plot.name: plot for plot in found}
@@ -150,7 +155,7 @@ def test_the_page_of_a_sweep(sweep_folder: Path) -> None:
     assert "Small &amp; wide" in text
     assert "perplexity on words.txt (dense " in text
     assert {row[0] for row in found[0].rows} == {"opt"}
-    assert all(float(row[3].split()[0]) > 0 and row[5].endswith(" %") for row in found[0].rows), "dense and change"
+    assert all(float(row[3].split()[0]) > 0 and " %" in row[5] for row in found[0].rows), "dense and change"
     assert all("dense" in plot.inline() for plot in found if plot.name.startswith("sparsity-"))
     assert "A &amp; B &lt;2024&gt;" in text
     assert "There is no folder" in text
@@ -178,6 +183,8 @@ PERPLEXITY = {"demo": {"dense": {"value": 43.5, "standard_error": 1.0}, "pruned"
 BOOLQ = {"boolq": {"dense": {"value": 0.61, "standard_error": 0.01}, "pruned": {"value": 0.58, "standard_error": 0.01}}}
 OTHERS = {"book.txt": {"dense": None, "pruned": {"value": 1234.5, "standard_error": None}}}
 OVERFLOWED = {"demo": {"dense": {"value": 43.5, "standard_error": 1.0}, "pruned": {"value": "inf", "standard_error": None}}}
+ROSE = "43.5 → 50.9, +17.0 %, error unknown"
+FELL = "61.0 % → 58.0 %, -3.0 points, error unknown"
 REMOVED = "70 % of the weights in the pruned layers removed"
 
 
@@ -201,19 +208,27 @@ def made_up(**fields: Any) -> SavedReport:
 @pytest.mark.parametrize(
     ("fields", "verified", "expected"),
     [
-        ({"perplexity": PERPLEXITY}, True, f"{REMOVED}; perplexity on demo 43.5 → 50.9, +17.0 %; verified when written."),
+        (
+            {"perplexity": PERPLEXITY},
+            True,
+            f"{REMOVED}; perplexity on demo {ROSE}; verified when written.",
+        ),
         ({}, False, f"{REMOVED}; perplexity not measured; not verified."),
         (
             {"perplexity": PERPLEXITY | OTHERS},
             True,
-            f"{REMOVED}; perplexity on demo 43.5 → 50.9, +17.0 %; perplexity on book.txt 1,234; verified when written.",
+            f"{REMOVED}; perplexity on demo {ROSE}; perplexity on book.txt 1,234; verified when written.",
         ),
         ({"perplexity": OVERFLOWED}, True, f"{REMOVED}; perplexity on demo 43.5 → inf; verified when written."),
-        ({"tasks": BOOLQ}, True, f"{REMOVED}; accuracy on boolq 61.0 % → 58.0 %, -3.0 points; verified when written."),
+        (
+            {"tasks": BOOLQ},
+            True,
+            f"{REMOVED}; accuracy on boolq 61.0 % → 58.0 %, -3.0 points, error unknown; verified when written.",
+        ),
         (
             {"tasks": BOOLQ | {"rte": BOOLQ["boolq"]}},
             True,
-            f"{REMOVED}; mean accuracy 61.0 % → 58.0 %, -3.0 points; verified when written.",
+            f"{REMOVED}; mean accuracy {FELL}; verified when written.",
         ),
         (
             {
@@ -221,13 +236,35 @@ def made_up(**fields: Any) -> SavedReport:
                 "pruned": {"perplexity": {"demo": PERPLEXITY["demo"] | {"pruned": {"value": 87.0, "standard_error": None}}}},
             },
             True,
-            f"{REMOVED}; perplexity on demo 43.5 → 50.9, +17.0 % (87.0, +100 % before the recovery); verified when written.",
+            f"{REMOVED}; perplexity on demo {ROSE} (87.0, +100 % before the recovery; "
+            "by the recovery -41.5 %, error unknown); verified when written.",
         ),
     ],
     ids=["measured", "nothing", "two texts", "overflow", "a task", "tasks", "recovery"],
 )
 def test_the_verdict(fields: dict[str, Any], verified: bool, expected: str) -> None:
     assert verdict(made_up(**fields), verified) == expected
+
+
+def measured(*losses: float) -> dict[str, Any]:
+    """A perplexity on as many sequences, with these losses."""
+    value = math.exp(statistics.fmean(losses))
+    return {"value": value, "standard_error": 1.0, "parts": {"digest": "x", "values": losses, "weights": []}}
+
+
+def test_the_verdict_claims_no_difference_within_its_error() -> None:
+    """Not from the dense model, and not by a recovery; a difference of the same size on every sequence is one."""
+    dense, pruned, recovered = measured(3.0, 4.0, 5.0), measured(3.0, 4.1, 4.96), measured(2.98, 4.08, 4.94)
+    pairs = {"demo": {"dense": dense, "pruned": pruned}}
+    said = f"{REMOVED}; perplexity on demo 54.6 → 55.7, no difference measurable (+2.0 ± 4.2 %); verified when written."
+    assert verdict(made_up(perplexity=pairs), True) == said
+    after = {"demo": {"dense": dense, "pruned": recovered}}
+    said = verdict(made_up(perplexity=after, pruned={"perplexity": pairs}), True)
+    assert "before the recovery; by the recovery -2.0 ± 0.0 %);" in said
+    said = verdict(
+        made_up(perplexity={"demo": {"dense": dense, "pruned": measured(3.0, 4.1, 4.9)}}, pruned={"perplexity": pairs}), True
+    )
+    assert "by the recovery no difference measurable (-2.0 ± 2.0 %));" in said
 
 
 def test_the_verdict_names_a_pattern_of_n_of_m() -> None:

@@ -19,13 +19,17 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, TargetNotReached
+from sparsellm.evaluation.differences import Deviations, Difference
+from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.methods import BlockResult
 from sparsellm.reports import search as searching
+from sparsellm.reports import target as targets
+from sparsellm.reports.measures import Figure
 from sparsellm.reports.search import bisect
 from sparsellm.reports.sweep_runner import CellFolder
-from sparsellm.reports.target import Target
+from sparsellm.reports.target import Decision, Point, Target, outcome, undecided_note
 from sparsellm.runs.events import NextRun, Note
-from sparsellm.runs.records import load_report
+from sparsellm.runs.records import SavedPair, load_report
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.cli.test_several import compared
@@ -84,13 +88,15 @@ def test_a_search_equals_single_runs(
     """Each point is that of a run of its own, and so is the output; the curve stands in its report and in the page."""
     pytest.importorskip("matplotlib")
     del settings["step"]
-    curve = []
+    curve, highest = [], []
     for percent in range(10, 100, 10):
         report = sparsellm.prune(loud["llama"], sparsity=f"{percent}%", effort="fast", **settings).report
         pair = next(iter(report.perplexity.values()))
-        curve.append(pair["pruned"].value / pair["dense"].value - 1)
-    limit = (curve[4] + curve[5]) / 2 if curve[4] < curve[5] else curve[4]
-    met = [increase <= limit for increase in curve]
+        increase = pair["pruned"].against(pair["dense"])
+        curve.append(increase.change)
+        highest.append(increase.change + 2 * increase.standard_error)
+    limit = (highest[4] + highest[5]) / 2 if highest[4] < highest[5] else highest[4]
+    met = [increase <= limit for increase in highest]
     expected = bisect(lambda number: met[number - 1], len(met))
     out = tmp_path / "out"
     done = command("search", *words, out, "--max-perplexity-increase", f"{100 * limit!r}%", "--json")
@@ -231,7 +237,7 @@ def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
 def test_an_unreachable_target_shows_the_curve_and_leaves_nothing(
     words: tuple[object, ...], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Target, "is_met", lambda self, perplexity, dense, accuracy: perplexity is dense)
+    monkeypatch.setattr(Target, "decide", lambda self, increases, accuracy: Decision(met=not list(increases), undecided=False))
     done = command("search", *words, tmp_path / "out", "--max-perplexity-increase", "1%")
     refused(done, "No sparsity has a perplexity increase of at most 1 %: 10% has")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["sparsity", "10", "20", "50"]
@@ -244,7 +250,7 @@ def test_an_unreachable_target_shows_the_curve_and_leaves_nothing(
 def test_a_dense_model_that_misses_the_target_ends_the_search_at_once(
     settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Target, "is_met", lambda *_: False)
+    monkeypatch.setattr(Target, "decide", lambda *_: Decision(met=False, undecided=False))
     stages: list[object] = []
     with pytest.raises(TargetNotReached, match="The dense model itself"):
         sparsellm.search(loud["opt"], tmp_path / "out", max_perplexity_increase="1%", **settings, observe=stages.append)
@@ -273,15 +279,71 @@ def test_a_size_is_met_by_the_smallest_sparsity(family: str, tiny: dict[str, Pat
 def test_what_targets_mean() -> None:
     increase = Target.read("5%")
     assert increase == Target.read(0.05) == Target.read("0.05")
-    assert increase.is_met({"a": 10.5, "b": 1.0}, {"a": 10.0, "b": 1.0}, {})
-    assert not increase.is_met({"a": 10.0, "b": 1.1}, {"a": 10.0, "b": 1.0}, {})
+    assert increase.decide([Difference(0.05), Difference(0.0)], {}) == Decision(met=True, undecided=False)
+    assert increase.decide([Difference(0.0), Difference(0.1)], {}) == Decision(met=False, undecided=False)
+    assert increase.decide([Difference(0.0), None], {}) == Decision(met=False, undecided=False)
     accuracy = Target.read(min_accuracy=["boolq:0.6", "rte:55%"])
     assert accuracy == Target.read(min_accuracy={"boolq": 0.6, "rte": 0.55})
-    assert accuracy.is_met({}, {}, {"boolq": 0.6, "rte": 0.7})
-    assert not accuracy.is_met({}, {}, {"boolq": 0.7, "rte": 0.5})
+    scores = {"boolq": Accuracy(0.6, None, None, 5), "rte": Accuracy(0.7, None, None, 5)}
+    assert accuracy.decide([], scores).met
+    assert not accuracy.decide([], scores | {"rte": Accuracy(0.5, None, None, 5)}).met
     assert Target.read(max_size="2MB") == Target.read(max_size=2_000_000)
     with pytest.raises(InvalidSetting, match="got none"):
         Target.read()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "answer"),
+    [(0.045, 0.076, "undecided"), (0.053, 0.076, "undecided"), (0.045, 0.001, "yes"), (0.053, 0.001, "no")],
+)
+def test_an_increase_within_its_error_of_the_target_is_undecided(change: float, error: float, answer: str) -> None:
+    """4.5 and 5.3 % with an error of 7.6 % are one or the other; with one of 0.1 % they are below and above 5 %."""
+    decision = Target.read("5%").decide([Difference(-0.5, 0.01), Difference(change, error)], {})
+    assert decision == Decision(met=answer == "yes", undecided=answer == "undecided")
+    point = Point(0.5, "fast", decision.met, {}, change, {}, None, 1.0, decision.undecided, error)
+    assert point.answer == answer
+    assert point.describe() == f"50% has a perplexity increase of {100 * change:.1f} ± {100 * error:.1f} %"
+    note = undecided_note([point, point], Target.read("5%"))
+    assert bool(note) == (answer == "undecided")
+    if note:
+        assert note.startswith("whether 50% and 50% have a perplexity increase of at most 5 % cannot be told (50% has a ")
+        assert "they count as missing it. Measure on more text, `evaluate_limit`" in note
+    assert outcome(replace(point, increase_error=None, undecided=False), Target.read("5%")).endswith("with an unknown error")
+
+
+def test_an_accuracy_within_its_error_of_the_target_is_told() -> None:
+    """It is compared as it is."""
+    target = Target.read(min_accuracy="boolq:0.6")
+    for value, met, undecided in ((0.61, True, True), (0.59, False, True), (0.7, True, False), (0.5, False, False)):
+        assert target.decide([], {"boolq": Accuracy(value, 0.02, None, 600)}) == Decision(met, undecided)
+    point = Point(0.5, "magnitude", True, {}, None, {"boolq": 0.61}, None, 1.0, undecided=True)
+    assert outcome(point, target) == f"was measured to have {target}, but so close to it that this cannot be told"
+
+
+def test_a_search_says_which_sparsities_it_cannot_decide(
+    words: tuple[object, ...], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sparsity that it finds meets the target by more than the error, and the table has the errors."""
+    real, made = targets.figure_of, dict[float, float]()
+
+    def noisy(pair: SavedPair, **given: Any) -> Figure:
+        """Of the first sparsity that is tried 9 %, of others 2 %, each with an error of 2 %."""
+        figure = real(pair, **given)
+        assert figure.dense
+        increase = made.setdefault(figure.value, 0.02 if made else 0.09)
+        value, deviations = (1 + increase) * figure.dense.value, Deviations("x", (0.02 / (1 + increase),))
+        return replace(
+            figure, value=value, deviations=deviations, dense=replace(figure.dense, deviations=Deviations("x", (0.0,)))
+        )
+
+    monkeypatch.setattr(targets, "figure_of", noisy)
+    done = command("search", *words, tmp_path / "out", "--max-perplexity-increase", "10%", "--effort", "fast")
+    assert done.exit_code == 0, done.stderr
+    assert "+9.0 ± 2.0 %  undecided" in done.stdout
+    assert "+2.0 ± 2.0 %        yes" in done.stdout
+    assert "note: whether 50% has a perplexity increase of at most 10 % cannot be told (50% has a perplexity" in done.stderr
+    assert "it counts as missing it. Measure on more text, --evaluate-limit, to decide" in done.stderr
+    assert "40 % has a perplexity increase of at most 10 %." in done.stdout
 
 
 @pytest.mark.parametrize(

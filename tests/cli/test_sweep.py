@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,12 @@ from typer.testing import Result
 from sparsellm.cli.console import show
 from sparsellm.cli.console import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.evaluation.differences import Parts
 from sparsellm.methods import BlockResult
 from sparsellm.reports.commands import sweep_yaml
 from sparsellm.reports.comparison import Row, grid, table, to_csv, to_json, to_latex, to_markdown
-from sparsellm.reports.measures import Figure
+from sparsellm.reports.measures import Figure, mean_over_seeds
+from sparsellm.reports.page import sweep_verdict
 from sparsellm.reports.sweep_cells import Sweep
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
@@ -459,6 +464,46 @@ def test_tables_have_a_dense_line_and_the_change_from_it(tmp_path: Path) -> None
     assert to_json(sweep, rows, outcomes)["rows"][0]["figures"]["perplexity te_xt"]["change"] == 11 / 8 - 1
     sweep, outcomes = with_figures(tmp_path, dense=8.0, columns="sparsity")
     assert grid(sweep, table(sweep, outcomes))[1][0] == ["demo:opt", "dense", "8.00 ± 0.25", "8.00 ± 0.25"]
+
+
+def test_a_combination_is_best_only_beyond_the_error_of_the_difference(tmp_path: Path) -> None:
+    """By the losses of the same sequences: 238 beside 240 with an error of 11 each is one or the other."""
+    axes = {"model": ["demo:opt"], "method": ["alps", "wanda", "magnitude"], "sparsity": ["50%", "60%"]}
+    sweep = read_sweep(written(tmp_path, axes=axes))
+    losses = [5.0, 5.4, 5.8, 5.7]
+
+    def figure(*changes: float, digest: str = "x") -> Figure:
+        values = [loss + change for loss, change in zip(losses, changes, strict=True)]
+        parts = Parts(digest, tuple(values))
+        return Figure(math.exp(statistics.fmean(values)), 11.0, deviations=parts.deviations)
+
+    same, noisy, surely = figure(0, 0, 0, 0), figure(0.05, -0.03, 0.02, 0.0), figure(0.2, 0.21, 0.2, 0.19)
+    by_method = {("alps", "50%"): same, ("wanda", "50%"): noisy, ("magnitude", "50%"): surely}
+    by_method |= {("alps", "60%"): surely, ("wanda", "60%"): same, ("magnitude", "60%"): figure(0.3, 0.3, 0.3, 0.31)}
+    rows = [
+        Row({"model": "demo:opt", "method": method, "sparsity": sparsity}, {"perplexity demo": x}, 1)
+        for (method, sparsity), x in by_method.items()
+    ]
+    assert sweep_verdict(sweep, rows, read_outcomes(sweep, tmp_path))[1] == (
+        "demo:opt, perplexity on demo: alps is lowest, with no difference measurable from wanda, at 50% (239); "
+        "wanda is best at 60% (239)."
+    )
+    others = [replace(rows[0], figures={"perplexity demo": figure(0, 0, 0, 0, digest="other")}), rows[1], rows[2]]
+    assert "by a difference of unknown error, at 50% (239)" in sweep_verdict(sweep, others, [])[1]
+    assert "demo: alps at 50% (239)." in sweep_verdict(sweep, rows[:1], [])[1], "nothing is best of one"
+
+
+def test_the_error_of_a_mean_over_seeds_has_both_parts() -> None:
+    """Over the sequences that all seeds share, and over the seeds."""
+    dense = Parts("x", (1.0, 2.0, 3.0)).deviations
+    seeds = [Figure(10.0, 1.0, Figure(8.0, 0.5, deviations=dense), Parts("x", (1.2, 2.3, 3.1)).deviations)]
+    seeds.append(replace(seeds[0], value=11.0, deviations=Parts("x", (1.4, 2.3, 3.3)).deviations))
+    mean = mean_over_seeds(seeds)
+    assert mean.difference
+    assert mean.difference.change == 10.5 / 8 - 1
+    deviations = [(0.3, 0.3, 0.2)[number] - 0.8 / 3 for number in range(3)]
+    over_sequences = 10.5 / 8 * math.sqrt(sum(x * x for x in deviations) / 6)
+    assert mean.difference.standard_error == pytest.approx(math.hypot(over_sequences, 0.5 / 8))
 
 
 def test_the_dense_line_has_the_labels_on_which_it_depends(tmp_path: Path) -> None:

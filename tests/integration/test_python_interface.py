@@ -206,7 +206,7 @@ def test_a_result_prints_in_three_lines(tiny: dict[str, Path], text_file: Path, 
     model, sparsity, perplexity = repr(result).splitlines()
     assert model.startswith(f"model: {tiny['opt'].name}, pruned by magnitude, ")
     assert re.fullmatch(r"sparsity: 50\.00 % of the weights in 18 pruned layers, \d+\.\d\d % of the model", sparsity)
-    assert re.fullmatch(rf"perplexity: [\d.]+ ± [\d.]+ → [\d.]+ ± [\d.]+ on {text_file.name}", perplexity)
+    assert re.fullmatch(rf"perplexity: [\d.]+ ± [\d.]+ → [\d.]+ ± [\d.]+ \(.* ± [\d.]+ %\)* on {text_file.name}", perplexity)
     assert repr(result.report) == repr(result)
     copied = tmp_path / "<b>model"
     shutil.copytree(tiny["opt"], copied)
@@ -258,6 +258,41 @@ def test_evaluation_of_a_folder_and_of_a_model_in_memory(tiny: dict[str, Path], 
         sparsellm.evaluate(tiny["llama"])
     with pytest.raises(InvalidSetting, match="`tokenizer`"):
         sparsellm.evaluate(model, text_file, sequence_length=32)
+
+
+def test_an_evaluation_against_another_model_has_the_paired_error(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
+    """Of the difference of the sequences' losses; none where the models read other sequences."""
+    reads = {"text": text_file, "sequence_length": 32, "evaluate_limit": 6}
+    pruned = sparsellm.prune(tiny["llama"], "magnitude", "80%").model
+    tokenizer = AutoTokenizer.from_pretrained(tiny["llama"])
+    found = sparsellm.evaluate(pruned, against=tiny["llama"], tokenizer=tokenizer, **reads)
+    alone = sparsellm.evaluate(tiny["llama"], **reads)
+    name = str(text_file)
+    assert found.against is not None
+    one, other = found.perplexity[name], found.against.perplexity[name]
+    assert other.value == alone.perplexity[name].value
+    assert one.parts and other.parts  # noqa: PT018
+    losses = torch.tensor([one.parts.values, other.parts.values], dtype=torch.float64)
+    assert losses.mean(1).exp().tolist() == pytest.approx([one.value, other.value], rel=1e-5)
+    difference = found.differences[name]
+    assert difference is not None
+    assert difference.change == one.value / other.value - 1
+    assert difference.standard_error == pytest.approx(one.value / other.value * float((losses[0] - losses[1]).std()) / 6**0.5)
+    assert difference.standard_error < other.standard_error / other.value
+    assert f"differences: {text_file.name}: {difference}" in repr(found)
+    notes: list[object] = []
+    other_length = tmp_path / "shorter"
+    shutil.copytree(tiny["llama"], other_length)
+    config = json.loads((other_length / "config.json").read_text())
+    (other_length / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    reads = {"text": text_file, "evaluate_limit": 6, "observe": notes.append}
+    strange = sparsellm.evaluate(tiny["llama"], against=other_length, **reads)
+    assert str(strange.differences[name]).endswith(" %, error unknown")
+    assert any(
+        isinstance(x, Note) and "as other token sequences: their perplexities cannot be compared" in x.text for x in notes
+    )
 
 
 def test_paths_serve_wherever_a_folder_is_named(tiny: dict[str, Path], tmp_path: Path) -> None:

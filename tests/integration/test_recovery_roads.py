@@ -299,15 +299,16 @@ def test_a_training_that_wins_nothing_is_told(
     assert told in " ".join(ran.stderr.split())
     assert (out / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
     lines = [re.split(r"  +", line.strip()) for line in ran.stdout.splitlines()]
-    (row,) = (line for line in lines if len(line) == 4 and line[0] != "text")
+    (row,) = (line for line in lines if len(line) == 6 and line[0] != "text")
     head = lines[lines.index(row) - 1]
-    assert head == ["text", "dense perplexity", "pruned perplexity", "recovered perplexity"]
+    assert head == ["text", "dense perplexity", "pruned perplexity", "recovered perplexity", "change", "by the recovery"]
     assert row[2] == row[3] != row[1]
+    assert row[5] == "no difference measurable (+0.0 ± 0.0 %)"
     alone = command("recover", half, tmp_path / "alone", *reads, "--loss", "text", "--steps", 20)
     assert alone.exit_code == 0, alone.stderr
     lines = [re.split(r"  +", line.strip()) for line in alone.stdout.splitlines()]
-    (row,) = (line for line in lines if len(line) == 4 and line[0] != "text")
-    assert row[1] == "-"
+    (row,) = (line for line in lines if len(line) == 6 and line[0] != "text")
+    assert row[1] == row[4] == "-"
     card = (tmp_path / "alone" / "README.md").read_text()
     assert f"# {loud['llama'].name}, pruned" in card
     assert "other tensors equal those of the pruned checkpoint" in card

@@ -122,6 +122,28 @@ def test_every_process_of_a_machine_has_results(
     assert evaluate(str(tiny["opt"]), task=["arc_easy"], task_data=str(questions)).accuracy["arc_easy"].questions == 5
 
 
+@WITH
+def test_the_error_of_a_difference_is_that_of_the_same_questions(tiny: dict[str, Path], questions: Path) -> None:
+    """The deviation of the differences of the scores, question by question; of other questions it is unknown."""
+    given = {"task": ["boolq", "arc_easy"], "task_data": str(questions)}
+    found = evaluate(str(tiny["opt"]), against=str(tiny["llama"]), **given)
+    assert found.against
+    for task, one in found.accuracy.items():
+        other, count = found.against.accuracy[task], one.questions
+        assert one.parts and other.parts  # noqa: PT018
+        assert sum(one.parts.values) / count == pytest.approx(one.value)
+        scores = [x - y for x, y in zip(one.parts.values, other.parts.values, strict=True)]
+        mean = sum(scores) / count
+        difference = found.differences[task]
+        assert difference
+        assert difference.share
+        assert difference.change == pytest.approx(mean)
+        expected = (sum((x - mean) ** 2 for x in scores) / count / (count - 1)) ** 0.5
+        assert difference.standard_error == pytest.approx(expected)
+    fewer = evaluate(str(tiny["opt"]), **given, task_limit=4).accuracy["boolq"]
+    assert str(fewer.against(found.accuracy["boolq"])).endswith("points, error unknown")
+
+
 def test_the_mean_and_its_error() -> None:
     assert mean([(0.5, 0.03), (0.7, 0.04)]) == (pytest.approx(0.6), pytest.approx(0.025))
     assert mean([(0.5, None), (0.7, 0.04)]) == (pytest.approx(0.6), None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+from typing import TypeVar
 
 from rich.console import Console
 
 from sparsellm.cli.console import print_line, show, table
 from sparsellm.errors import plural
-from sparsellm.evaluation.measurements import Accuracy, Perplexity, is_fraction
+from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
+from sparsellm.reports.measures import figure_of
 from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
@@ -22,6 +24,8 @@ from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.result_records import SavedGradual
 from sparsellm.runtime.memory import human_bytes
+
+AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
 
 
 def task_metric(metric: str) -> str:
@@ -50,11 +54,14 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     if training := report.recovered:
         print_line(console, f"Held-out loss: {training.before:.4g} before training, {training.after:.4g} after it.")
     if report.perplexity:
-        head = ["text", *(f"{when} perplexity" for when in dict.fromkeys(("dense", "pruned", last)))]
+        head = ["text", *(f"{when} perplexity" for when in dict.fromkeys(("dense", "pruned", last))), "change"]
+        head += ["by the recovery"] if report.pruned else []
         rows = []
         for name, pair in report.perplexity.items():
             before = [report.before(name)] if report.pruned else []
-            rows.append([name, *(_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned")))])
+            changes = [report.change(name), *([report.change_by_recovery(name)] if report.pruned else [])]
+            figures = [_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned"))]
+            rows.append([name, *figures, *(str(change) if change else "-" for change in changes)])
         show(console, table(head, rows))
     if gradual:
         stages, rows = gradual.table()
@@ -89,20 +96,58 @@ def _print_layer_costs(console: Console, report: Report) -> None:
             print_line(console, " ".join(f"--exclude {name}" for name in costs.exclude))
 
 
+def print_evaluation(console: Console, result: Evaluation, against: str | None) -> None:
+    """Print what was measured of a model, and of the model `against` that it is compared with, with the differences."""
+    other = result.against
+    columns = ["value", *([PurePath(against or "").name, "difference"] if other else [])]
+
+    def compared(name: str, found: Mapping[str, AnyMeasurement], form: Callable[[AnyMeasurement], str]) -> list[str]:
+        return [form(found[name]) if name in found else "-", str(result.differences.get(name) or "-")] if other else []
+
+    if result.perplexity:
+        head = ["text", "perplexity", *columns[1:], "sequences", "seconds"]
+        rows = []
+        for name, x in result.perplexity.items():
+            row = [name, _figure(x), *compared(name, other.perplexity if other else {}, _figure)]
+            rows.append([*row, f"{x.windows} x {x.lengths} tokens", f"{x.seconds:.1f}"])
+        show(console, table(head, rows))
+    if result.accuracy:
+        rows = []
+        for name, score in result.accuracy.items():
+            row = [name, task_metric(score.metric), task_value(score)]
+            rows.append([*row, *compared(name, other.accuracy if other else {}, task_value), f"{score.questions}"])
+        accuracies = [x for x in result.accuracy.values() if measure_of(x.metric) == "accuracy"]
+        if len(accuracies) > 1:
+            average = mean([(x.value, x.standard_error) for x in accuracies])
+            rows.append(["mean", "accuracy, %", percent(*average), *[""] * len(columns)])
+        show(console, table(["task", "metric", *columns, "questions"], rows))
+
+
 def print_several(console: Console, reports: Mapping[str, SavedReport]) -> None:
     """Print the results of several runs on one model, by the folder of each, below those of the dense model."""
     first, *_ = reports.values()
     texts, tasks = list(first.perplexity), list(first.tasks)
 
-    def figures(report: SavedReport, when: Literal["dense", "pruned"]) -> list[str]:
+    def dense(report: SavedReport) -> list[str]:
         pairs = [*((report.perplexity[name], plus_minus) for name in texts), *((report.tasks[name], percent) for name in tasks)]
-        measured = [(getattr(pair, when), form) for pair, form in pairs]
-        return [form(x.value, x.standard_error) if x else "-" for x, form in measured]
+        return [form(pair.dense.value, pair.dense.standard_error) if pair.dense else "-" for pair, form in pairs]
+
+    def pruned(report: SavedReport) -> list[str]:
+        pairs = [*((report.perplexity[name], False) for name in texts), *((report.tasks[name], True) for name in tasks)]
+        cells = []
+        for pair, share in pairs:
+            if pair.pruned is None:
+                cells.append("-")
+                continue
+            cell = (percent if share else plus_minus)(pair.pruned.value, pair.pruned.standard_error)
+            change = figure_of(pair, share=share).change_text
+            cells.append(f"{cell} ({change})" if change else cell)
+        return cells
 
     head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts), *(f"{name}, %" for name in tasks)]
-    rows = [["dense", "", *figures(first, "dense")]] if texts or tasks else []
+    rows = [["dense", "", *dense(first)]] if texts or tasks else []
     for folder, report in reports.items():
-        rows.append([folder, f"{100 * report.totals.sparsity_of_pruned_layers:.2f}", *figures(report, "pruned")])
+        rows.append([folder, f"{100 * report.totals.sparsity_of_pruned_layers:.2f}", *pruned(report)])
     show(console, table(head, rows))
     print_line(console, f"Wrote {len(reports)} outputs, each read back and verified.")
 
@@ -116,9 +161,9 @@ def print_search(console: Console, points: Sequence[Point]) -> None:
     for x in points:
         row = [f"{100 * x.sparsity:.10g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
         row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
-        row += [f"{100 * (x.increase or 0.0):+.2f} %"] if increase else []
+        row += [x.increase_text] if increase else []
         row += [human_bytes(x.size or 0)] if size else []
-        rows.append([*row, "yes" if x.met else "no", f"{x.seconds:.1f}"])
+        rows.append([*row, x.answer, f"{x.seconds:.1f}"])
     head = ["sparsity", "effort", *names, *(["increase"] if increase else []), *(["size"] if size else []), "met", "seconds"]
     show(console, table(head, rows))
 

@@ -34,6 +34,7 @@ def evaluate(
     model: options.Model,
     *,
     text: options.Text = None,
+    against: options.ComparedWith = None,
     quiet: options.Quiet = False,
     progress: options.Progress = "auto",
     as_json: options.Json = False,
@@ -41,15 +42,14 @@ def evaluate(
 ) -> None:
     """Measure perplexity on texts and accuracy on tasks.
 
-    Each figure comes with its standard error.
+    Each figure comes with its standard error; with --against also the difference from another model, on the same sequences.
 
-    Example: sparsellm evaluate demo:opt --text demo
+    Example: sparsellm evaluate opt-70 --against demo:opt --text demo
     """
     with in_process_group(context) as is_main:
         from sparsellm.cli.allocator import keep_pages
-        from sparsellm.cli.display import task_metric, task_value
-        from sparsellm.evaluation.measurements import mean, measure_of
-        from sparsellm.runs.display import Display, percent, plus_minus
+        from sparsellm.cli.display import print_evaluation
+        from sparsellm.runs.display import Display
         from sparsellm.runs.measuring import evaluate as evaluate_model
 
         if not text and "task" not in settings:
@@ -57,25 +57,16 @@ def evaluate(
         mode = ("quiet" if quiet else progress) if is_main else "off"
         with Display(mode, partial(in_options, context=context)) as display:
             keep_pages()
-            result = evaluate_model(model, text or (), observe=display, **settings)
+            result = evaluate_model(model, text or (), against=against, observe=display, **settings)
         if not is_main:
             return
         if as_json:
-            print_json({"model": model} | asdict(result))
-            return
-        if result.perplexity:
-            rows = [
-                [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.lengths} tokens", f"{x.seconds:.1f}"]
-                for name, x in result.perplexity.items()
-            ]
-            show(stdout, table(["text", "perplexity", "sequences", "seconds"], rows))
-        if result.accuracy:
-            rows = [[name, task_metric(x.metric), task_value(x), f"{x.questions}"] for name, x in result.accuracy.items()]
-            accuracies = [x for x in result.accuracy.values() if measure_of(x.metric) == "accuracy"]
-            if len(accuracies) > 1:
-                average = mean([(x.value, x.standard_error) for x in accuracies])
-                rows.append(["mean", "accuracy, %", percent(*average), ""])
-            show(stdout, table(["task", "metric", "value", "questions"], rows))
+            data = asdict(result)
+            if against:
+                data |= {"differences": {name: asdict(x) if x else None for name, x in result.differences.items()}}
+            print_json({"model": model} | data)
+        else:
+            print_evaluation(stdout, result, against)
 
 
 @options.recipe_options("trust_remote_code", "architecture")
@@ -238,10 +229,16 @@ def demo(
             return
         title = f"demo:{family}, {SPARSITY} removed, perplexity on text outside its training data"
         cells = [
-            [x.method, plus_minus(x.perplexity, x.standard_error), f"{100 * x.sparsity:.1f} %", f"{x.seconds:.1f}"]
+            [
+                x.method,
+                plus_minus(x.perplexity, x.standard_error),
+                str(x.change or ""),
+                f"{100 * x.sparsity:.1f} %",
+                f"{x.seconds:.1f}",
+            ]
             for x in rows
         ]
-        show(stdout, table(["method", "perplexity", "zeros", "seconds"], cells, title))
+        show(stdout, table(["method", "perplexity", "change", "zeros", "seconds"], cells, title))
         if packed is not None:
             print_line(stdout, f"Wrote the model pruned by SparseLLM to {output}, read back and verified.")
             for line in packed_lines(packed):

@@ -203,9 +203,9 @@ Progress = Annotated[
     ),
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
-
 _RECOVERED = "Plan the recovery of this folder toward MODEL, with the options of `recover`."
 PlannedRecovery = Annotated[str | None, typer.Option("--recover", metavar="PRUNED", help=_RECOVERED)]
+ComparedWith = Annotated[str | None, typer.Option("--against", metavar="DENSE", help="Model to measure the difference from.")]
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]
 _DENSE = "Check that all tensors that were not pruned equal this model's."
 Dense = Annotated[str | None, typer.Option("--against", metavar="DENSE", help=_DENSE)]

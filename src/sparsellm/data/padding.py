@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -33,6 +34,11 @@ def sequence_lengths(windows: Tensor) -> Tensor:
 def count_tokens(windows: Tensor) -> int:
     """Number of tokens of all sequences, (samples, length), without padding."""
     return int((windows != PADDING).sum())
+
+
+def token_digest(windows: Tensor) -> str:
+    """Digest of token ids."""
+    return hashlib.blake2b(windows.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def unpadded_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:

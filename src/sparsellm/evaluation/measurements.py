@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +14,7 @@ import torch
 
 from sparsellm.checkpoints.loading import compute_dtype, context_length
 from sparsellm.errors import printable
+from sparsellm.evaluation.differences import Difference, Parts, difference, paired_error
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 
@@ -51,6 +52,7 @@ class Perplexity:
         standard_error: Standard error of `value` over sequences; None for a single sequence or an infinite value.
         length: Tokens of the longest sequence.
         tokens: Tokens of all sequences.
+        parts: The loss of each sequence; None in a report of an earlier version.
     """
 
     value: float
@@ -60,6 +62,11 @@ class Perplexity:
     tokens: int
     source: str
     seconds: float
+    parts: Parts | None = field(default=None, repr=False)
+
+    def against(self, other: Perplexity) -> Difference | None:
+        """The relative change from another model's perplexity, with the paired error if both are of the same sequences."""
+        return difference(self.value, other.value, paired_error(self.parts, other.parts))
 
     @property
     def lengths(self) -> str:
@@ -77,6 +84,7 @@ class Accuracy:
         normalised: Accuracy by log-likelihood per byte of the choice; None if lm-eval does not compute it.
         questions: Number of questions.
         metric: Name of the metric, as lm-eval has it; the name of a filter of the answers follows a comma.
+        parts: The score of each question; None where the value is not their mean, as of a group of tasks.
     """
 
     value: float
@@ -84,6 +92,12 @@ class Accuracy:
     normalised: float | None
     questions: int
     metric: str = "acc"
+    parts: Parts | None = field(default=None, repr=False)
+
+    def against(self, other: Accuracy) -> Difference | None:
+        """The difference from another model's, with the paired error if both are of the same questions."""
+        error = paired_error(self.parts, other.parts)
+        return difference(self.value, other.value, error, share=is_fraction(self.metric))
 
 
 def measure_of(metric: str) -> str:
@@ -130,19 +144,37 @@ def plus_minus(result: Measurement | None) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Evaluation(Summarized):
-    """What was measured of a model."""
+    """What was measured of a model.
+
+    Attributes:
+        perplexity: By text.
+        accuracy: By task.
+        against: The same of another model, from which the differences are; None without one.
+    """
 
     perplexity: dict[str, Perplexity]
     accuracy: dict[str, Accuracy]
+    against: Evaluation | None = None
+
+    @property
+    def differences(self) -> dict[str, Difference | None]:
+        """By text and task, the difference from the other model; None where one is not finite. Empty without another model."""
+        other = self.against
+        if other is None:
+            return {}
+        texts = {name: x.against(other.perplexity[name]) for name, x in self.perplexity.items()}
+        return texts | {name: x.against(other.accuracy[name]) for name, x in self.accuracy.items() if name in other.accuracy}
 
     def summary(self) -> dict[str, str]:
-        """Each perplexity and accuracy, with what it was measured on."""
+        """Each perplexity and accuracy, with what it was measured on, and the differences from the other model."""
         texts = (
             f"{plus_minus(x)} on {x.windows} sequences of {x.lengths} tokens of {PurePath(name).name}"
             for name, x in self.perplexity.items()
         )
         tasks = (f"{plus_minus(x)} on {x.questions} questions of {name}" for name, x in self.accuracy.items())
-        return {"perplexity": "; ".join(texts) or "not measured", "accuracy": "; ".join(tasks) or "not measured"}
+        measured = {"perplexity": "; ".join(texts) or "not measured", "accuracy": "; ".join(tasks) or "not measured"}
+        differences = (f"{PurePath(name).name}: {x or 'not finite'}" for name, x in self.differences.items())
+        return measured | ({"differences": "; ".join(differences)} if self.against else {})
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 from sparsellm.activations.streams import CaptureRequest, Stream
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.loading import compute_dtype
-from sparsellm.data.padding import count_tokens, sequence_lengths, unpadded_batches
+from sparsellm.data.padding import count_tokens, sequence_lengths, token_digest, unpadded_batches
 from sparsellm.errors import InvalidSetting, NonFinite
+from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
@@ -251,17 +252,15 @@ def _sequence_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]
 
 def _gather(local: list[list[float]], windows: Tensor, source: str, *, started: float) -> Perplexity:
     """The perplexity from this process's losses of the sequences of each batch, with those of all processes."""
-    losses = torch.tensor([loss for batch in collectives.all_gather(local) for loss in batch], dtype=torch.float64)
-    predictions = sequence_lengths(windows).to(losses).cpu() - 1
-    weights = predictions / predictions.mean()
-    mean = (weights * losses).mean()
-    value = float(mean.exp())  # infinite past a loss of 709, where math.exp would raise
-    error = None
-    if len(losses) > 1 and math.isfinite(value):
-        variance = ((weights * (losses - mean)) ** 2).sum() / (len(losses) - 1)
-        error = value * math.sqrt(float(variance) / len(losses))
+    losses = [loss for batch in collectives.all_gather(local) for loss in batch]
+    predictions = (sequence_lengths(windows).cpu() - 1).tolist()
+    mean = math.fsum(map(math.prod, zip(predictions, losses, strict=True))) / sum(predictions)
+    value = float(torch.tensor(mean, dtype=torch.float64).exp())  # infinite past a loss of 709, where math.exp would raise
+    parts = Parts.of(token_digest(windows), losses, predictions)
+    deviations = parts.deviations
+    error = value * deviations.error if deviations and math.isfinite(value) else None
     seconds = time.perf_counter() - started
-    return Perplexity(value, error, len(losses), windows.shape[1], count_tokens(windows), source, seconds)
+    return Perplexity(value, error, len(losses), windows.shape[1], count_tokens(windows), source, seconds, parts)
 
 
 def _check(model: PreTrainedModel, windows: Tensor) -> None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadText, TooLarge, printable
 from sparsellm.evaluation import task_definitions as definitions
 from sparsellm.evaluation.measurements import Accuracy
+from sparsellm.evaluation.question_scores import leaves, metrics_of, question_parts
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 BATCH = 8
 """Requests per batch. Requests are padded, so another number changes the scores by rounding."""
+
+ACCURACY = TypeAdapter(Accuracy)  # reads what other processes send
 
 SEED = 1234
 """The seed with which lm-eval chooses examples, its own default."""
@@ -74,7 +78,9 @@ def evaluate_tasks(
     ):
         results = _run_lm_eval(model, tokenizer, local, limit=limit, progress=progress) if local else {}
     figures = [_figures(results, task, fields.get("task", task)) for task, fields in local.items()]
-    return {name: Accuracy(**figure) for shard in collectives.all_gather(figures) for name, figure in shard.items()}
+    return {
+        name: ACCURACY.validate_python(figure) for shard in collectives.all_gather(figures) for name, figure in shard.items()
+    }
 
 
 def _run_lm_eval(
@@ -117,7 +123,7 @@ def _run_lm_eval(
             if member.get_config("num_fewshot") is None:
                 member.set_config(key="num_fewshot", value=0)
             member.set_fewshot_seed(seed=SEED)
-        return dict(evaluate(lm, members, limit=limit, log_samples=False) or {})
+        return dict(evaluate(lm, members, limit=limit, log_samples=True) or {})
 
 
 def _figures(results: Mapping[str, Any], task: str, name: str) -> dict[str, dict[str, Any]]:
@@ -128,28 +134,17 @@ def _figures(results: Mapping[str, Any], task: str, name: str) -> dict[str, dict
 def _reported_names(results: Mapping[str, Any], task: str) -> list[str]:
     """The names in lm-eval's results that a task, group or tag is reported under."""
     is_group = task not in results["n-samples"]
-    if not is_group or len(_metrics(results["results"].get(task, {}))) == 1:
+    if not is_group or len(metrics_of(results["results"].get(task, {}))) == 1:
         return [task]
     index = definitions.task_manager().task_index
     members = results["group_subtasks"].get(task) or [name for name, entry in index.items() if task in entry.tags]
     return [name for member in members for name in _reported_names(results, member)]
 
 
-def _leaves(results: Mapping[str, Any], name: str) -> list[str]:
-    """The tasks of a group; a task itself."""
-    members = results["group_subtasks"].get(name)
-    return [leaf for member in members for leaf in _leaves(results, member)] if members else [name]
-
-
-def _metrics(figures: Mapping[str, Any]) -> list[str]:
-    """The names of the metrics with a number, each with that of its filter after a comma."""
-    return [key for key, value in figures.items() if "," in key and "_stderr," not in key and isinstance(value, (int, float))]
-
-
 def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
     """Convert lm-eval's results for one task or group: `acc_norm`, else `acc`, else its first metric."""
     figures = results["results"][name]
-    metrics = _metrics(figures)
+    metrics = metrics_of(figures)
     if not metrics:
         raise BadText(f"lm-eval gives no number for the task {name}, got {printable(str(figures), 200)}. Leave it out.")
     preferred = [] if name in definitions.SPLITS else ["acc_norm,none"]
@@ -157,6 +152,7 @@ def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
     metric, _, filtered_by = key.partition(",")
     error = figures.get(f"{metric}_stderr,{filtered_by}")
     finite = isinstance(error, float) and math.isfinite(error)
-    questions = sum(results["n-samples"][leaf]["effective"] for leaf in _leaves(results, name))
+    questions = sum(results["n-samples"][leaf]["effective"] for leaf in leaves(results, name))
     normalised = figures.get("acc_norm,none")
-    return Accuracy(figures[key], error if finite else None, normalised, questions, key.removesuffix(",none"))
+    parts = question_parts(results, name, metric, filtered_by)
+    return Accuracy(figures[key], error if finite else None, normalised, questions, key.removesuffix(",none"), parts)

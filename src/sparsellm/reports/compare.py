@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import is_fraction
-from sparsellm.reports.measures import Figure, figure_of, measures, short_names
+from sparsellm.reports.measures import Figure, capitalized, figure_of, measures, short_names
+from sparsellm.reports.ranking import Ranking, rank
 from sparsellm.reports.sweep_runner import CellFolder, is_sweep, read_outcomes, saved_sweep
 from sparsellm.runs.records import REPORT, SavedPair, SavedReport, folder_path, load_report
 from sparsellm.runtime.memory import human_bytes
@@ -25,6 +27,9 @@ LAYERS, COLUMNS = 5, 6
 
 SAME_TEXT = 0.01
 """Dense perplexities that differ by more than this fraction are those of different texts."""
+
+UNKNOWN = "difference without a known error (measured on other sequences, on one, or by an earlier version)"
+"""How differences are introduced whose error cannot be computed."""
 
 Table = tuple[list[str], list[list[str]]]
 """Head and lines of a table."""
@@ -112,13 +117,12 @@ class Comparison:
     notes: tuple[str, ...]
 
     def tables(self) -> dict[str, Table]:
-        """The tables by title: all runs below the dense model, and the layers whose errors differ most."""
+        """The tables by title: all runs below the dense model, how they differ, and the layers whose errors differ most."""
         columns = list(dict.fromkeys(key for run in self.runs for key in run.perplexities))
-        names = [text for text, *_ in columns]
         tasks = list(dict.fromkeys(task for run in self.runs for task in run.report.tasks))
         head = ["run", "method", "sparsity", "zeros"]
-        for text, windows, length, _ in columns:
-            head += [text if names.count(text) == 1 else f"{text}, {windows} x {length}", "change"]
+        for name in _column_names(columns):
+            head += [name, "change, %"]
         figures = [run.figures for run in self.runs]
         dense = {key: figure.dense for by_key in reversed(figures) for key, figure in by_key.items() if figure.dense}
         line = ["dense", "", "", ""]
@@ -129,16 +133,39 @@ class Comparison:
             pattern = run.report.recipe.get("sparsity") or f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
             line = [run.name, run.method, str(pattern), f"{100 * totals.sparsity_of_model:.1f} %"]
             for key in columns:
-                line += [_measured(by_key.get(key)), by_key[key].change_text or "-" if key in by_key else "-"]
+                change = by_key[key].difference if key in by_key else None
+                line += [_measured(by_key.get(key)), change.short.removesuffix(" %") if change else "-"]
             line += [_measured(by_key.get(task)) for task in tasks]
             line += [
                 f"{statistics.median(errors):.3g}" if errors else "-",
                 "-" if run.bytes is None else human_bytes(run.bytes),
             ]
             lines.append(line)
-        layers = self._layers()
-        shown = {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
+        layers, differences = self._layers(), self._differences([*columns, *tasks])
+        shown = {"Differences from the best run": differences} if len(differences[0]) > 1 else {}
+        shown |= {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
         return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
+
+    def rankings(self) -> dict[Sequences | str, Ranking[str]]:
+        """The best run on each text and task on which several runs were measured, and how the others differ from it."""
+        figures = [(run.name, run.figures) for run in self.runs]
+        keys = dict.fromkeys(key for _, by_key in figures for key in by_key)
+        found = {key: rank({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
+        return {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
+
+    def _differences(self, keys: Sequence[Sequences | str]) -> Table:
+        """How the runs differ from the best one, on each text and task."""
+        rankings = self.rankings()
+        kept = [key for key in keys if key in rankings]
+        head = ["run", *_column_names([key for key in kept if not isinstance(key, str)])]
+        head += [key for key in kept if isinstance(key, str)]
+
+        def cell(name: str, ranking: Ranking[str]) -> str:
+            if name == ranking.best:
+                return ranking.extreme
+            return str(ranking.differences.get(name) or "-")
+
+        return head, [[run.name, *(cell(run.name, rankings[key]) for key in kept)] for run in self.runs]
 
     def _layers(self) -> list[list[str]]:
         """The layers with the largest ratio between the errors of two runs, and the error of each run."""
@@ -158,7 +185,7 @@ class Comparison:
             {
                 "name": run.name,
                 "recipe": run.report.recipe,
-                "figures": {name: asdict(figure) for name, figure in measures(run.report).items()},
+                "figures": {name: _plain(figure) for name, figure in measures(run.report).items()},
                 "sequences": [list(key) for key in run.perplexities],
                 "sparsity_of_model": run.report.totals.sparsity_of_model,
                 "bytes": run.bytes,
@@ -260,6 +287,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
     for (text, *_), dense in values.items():
         if dense and max(dense) > (1 + SAME_TEXT) * min(dense):
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."
+    yield from _differences_from_dense(runs)
     ours = {
         run.method.startswith("sparsellm") and "as published" not in run.method for run in runs if run.method != "recovered"
     }
@@ -269,6 +297,31 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
         yield f"Not finished and left out: {', '.join(open_cells)}."
 
 
+def _differences_from_dense(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """The runs whose difference from the dense model is not measurable, and those where its error is unknown."""
+    for measurable, words in ((False, NOT_MEASURABLE), (None, UNKNOWN)):
+        names: dict[str, list[str]] = {}
+        for run in runs:
+            for key, figure in run.figures.items():
+                if figure.difference and figure.difference.is_measurable is measurable:
+                    names.setdefault(key if isinstance(key, str) else key[0], []).append(run.name)
+        for subject, found in names.items():
+            yield f"{capitalized(words)} from the dense model on {subject}: {', '.join(dict.fromkeys(found))}."
+
+
 def _measured(figure: Figure | None) -> str:
     """A figure with its standard error, or a dash."""
     return figure.measured if figure else "-"
+
+
+def _column_names(keys: Sequence[Sequences]) -> list[str]:
+    """The headings of columns of perplexities: the text, with the number and length of its sequences if there are others."""
+    texts = [text for text, *_ in keys]
+    return [text if texts.count(text) == 1 else f"{text}, {windows} x {length}" for text, windows, length, _ in keys]
+
+
+def _plain(figure: Figure) -> dict[str, Any]:
+    """A figure as plain data, with the error of its change from the dense model."""
+    data = asdict(replace(figure, dense=None, deviations=None)) | figure.to_dict()
+    del data["deviations"]
+    return data | {"dense": _plain(figure.dense) if figure.dense else None}

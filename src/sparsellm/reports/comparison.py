@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.data.json_files import durable, strict_json
-from sparsellm.reports.measures import OF_RUN, Figure, capitalized, mean_over_seeds, measures, spoken
+from sparsellm.reports.measures import OF_RUN, Figure, capitalized, error_legend, mean_over_seeds, measures, spoken
 from sparsellm.reports.sweep_cells import Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
 
@@ -177,13 +177,13 @@ def to_latex(sweep: Sweep, rows: Sequence[Row]) -> str:
 
 def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     """Sentences below a table: the meaning of its errors, the sources of published values, and the missing cells."""
-    seeds = max((row.seeds for row in rows), default=0)
+    figures = [figure for row in rows for figure in row.figures.values()]
     subjects = " and ".join(map(spoken, shown_measures(rows)))
     lines = [f"{capitalized(subjects)} of {', '.join(models(sweep))}."] if subjects else []
-    if any(figure.change is not None for row in rows for figure in row.figures.values()):
+    if any(figure.change is not None for figure in figures):
         lines.append("In brackets: the change from the dense model.")
-    lines.append(f"± is the standard error over {f'{seeds} seeds' if seeds > 1 else 'sequences or questions'}.")
-    sources = dict.fromkeys(figure.source for row in rows for figure in row.figures.values() if figure.source)
+    lines += error_legend(figures)
+    sources = dict.fromkeys(figure.source for figure in figures if figure.source)
     lines += [f"Paper: {source}." for source in sources]
     lines += [sweep.ignored] if sweep.ignored else []
     if sweep.smoke:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
+from sparsellm.evaluation.differences import Deviations, Difference, difference, joined_deviations, mean_deviations
 from sparsellm.evaluation.measurements import is_fraction, mean, measure_of
 from sparsellm.runs.records import SavedPair, SavedPruning, SavedReport
+from sparsellm.runs.result_records import SavedFigure
 
 BITS = "bits a weight"
 """The measure of what the pruned layers take when they are packed; for rounded ones."""
@@ -27,6 +29,8 @@ class Figure:
         value: The value, or its mean over seeds.
         standard_error: Over seeds if there are several, else over sequences or questions; None if unknown.
         dense: The dense model's value; None if it was not measured.
+        deviations: What each sequence or question contributes to its error, for differences; None if unknown.
+        seeds: Number of seeds that it is the mean over.
         share: Whether the value is a share, which is shown in per cent.
         published: The value that a paper reports.
         source: Where the paper reports it.
@@ -35,6 +39,8 @@ class Figure:
     value: float
     standard_error: float | None = None
     dense: Figure | None = None
+    deviations: Deviations | None = field(default=None, repr=False)
+    seeds: int = 1
     share: bool = False
     published: float | None = None
     source: str = ""
@@ -44,20 +50,29 @@ class Figure:
         """The measured value divided by the published one."""
         return self.value / self.published if self.published else None
 
+    def against(self, other: Figure) -> Difference | None:
+        """The difference from another figure, with its error over the sequences or questions that both were measured on.
+
+        For means over several seeds, the error over seeds is added to that.
+        """
+        paired = self.deviations.paired_error(other.deviations) if self.deviations else None
+        more = math.hypot(*(x.standard_error or 0.0 for x in (self, other) if x.seeds > 1))
+        return difference(self.value, other.value, paired, share=self.share, more=more)
+
+    @property
+    def difference(self) -> Difference | None:
+        """The difference from the dense model; None if it is unknown."""
+        return None if self.dense is None else self.against(self.dense)
+
     @property
     def change(self) -> float | None:
         """The change from the dense model: the difference of two shares, otherwise relative to the dense value."""
-        if self.dense is None or not (math.isfinite(self.value) and math.isfinite(self.dense.value) and self.dense.value):
-            return None
-        difference = self.value - self.dense.value
-        return difference if self.share else difference / self.dense.value
+        return self.difference.change if self.difference else None
 
     @property
     def change_text(self) -> str:
-        """The change in per cent, or in percentage points for a share; empty if it is unknown."""
-        if self.change is None:
-            return ""
-        return f"{100 * self.change:+,.{0 if abs(self.change) >= 1 else 1}f} {'points' if self.share else '%'}"
+        """The change in per cent, or in percentage points for a share, with its error; empty if it is unknown."""
+        return self.difference.in_table if self.difference else ""
 
     @property
     def short(self) -> str:
@@ -87,6 +102,7 @@ class Figure:
             "standard_error": self.standard_error,
             "dense": self.dense.value if self.dense else None,
             "change": self.change,
+            "change_error": self.difference.standard_error if self.difference else None,
             "published": self.published,
             "ratio": self.ratio,
             "source": self.source,
@@ -130,14 +146,20 @@ def evaluations(report: SavedReport | SavedPruning) -> dict[str, Figure]:
 
 def figure_of(pair: SavedPair, *, share: bool = False) -> Figure:
     """The pruned model's measurement, which must exist, with the dense model's. share: whether it is shown in per cent."""
-    dense, pruned = (Figure(x.value, x.standard_error, share=share) if x else None for x in (pair.dense, pair.pruned))
-    assert pruned
-    return replace(pruned, dense=dense)
+    assert pair.pruned
+    return replace(_saved(pair.pruned, share), dense=_saved(pair.dense, share) if pair.dense else None)
+
+
+def _saved(figure: SavedFigure, share: bool) -> Figure:
+    """A figure of a report."""
+    deviations = figure.parts.deviations if figure.parts else None
+    return Figure(figure.value, figure.standard_error, share=share, deviations=deviations)
 
 
 def _mean_accuracy(accuracies: Sequence[Figure]) -> Figure:
     """The mean over tasks, with its standard error."""
-    return Figure(*mean([(x.value, x.standard_error) for x in accuracies]), share=True)
+    value, error = mean([(x.value, x.standard_error) for x in accuracies])
+    return Figure(value, error, share=True, deviations=joined_deviations([x.deviations for x in accuracies]))
 
 
 def headlines(names: Iterable[str]) -> list[str]:
@@ -160,6 +182,20 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def error_legend(figures: Iterable[Figure]) -> list[str]:
+    """What ± is in a table of figures and their changes from the dense model, in sentences."""
+    figures = list(figures)
+    seeds = max((figure.seeds for figure in figures), default=1)
+    lines = [f"± is the standard error over {f'{seeds} seeds' if seeds > 1 else 'sequences or questions'}."]
+    if any(x.difference and x.difference.standard_error is not None for x in figures):
+        more = ", and over seeds" if seeds > 1 else ""
+        lines.append(f"± of a change is that of the difference on the same sequences or questions{more}.")
+    if any(x.difference and x.difference.standard_error is None for x in figures):
+        reasons = "other sequences, a single one, or a report of an earlier version"
+        lines.append(f"The error of a change without ± is unknown: {reasons}.")
+    return lines
+
+
 def mean_over_seeds(figures: Sequence[Figure]) -> Figure:
     """The mean over seeds with its standard error; a single figure unchanged."""
     if len(figures) == 1:
@@ -167,7 +203,8 @@ def mean_over_seeds(figures: Sequence[Figure]) -> Figure:
     values = [figure.value for figure in figures]
     value = statistics.fmean(values)
     error = statistics.stdev(values) / math.sqrt(len(values)) if math.isfinite(value) else None
-    return replace(figures[0], value=value, standard_error=error)
+    deviations = mean_deviations([figure.deviations for figure in figures])
+    return replace(figures[0], value=value, standard_error=error, deviations=deviations, seeds=len(figures))
 
 
 def value_with_error(value: float, error: float | None = None) -> str:

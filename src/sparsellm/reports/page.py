@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ from sparsellm.reports.commands import (
 from sparsellm.reports.compare import Comparison, results_folder
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
-from sparsellm.reports.measures import evaluations, headlines, spoken
+from sparsellm.reports.measures import Figure, error_legend, evaluations, headlines, spoken
+from sparsellm.reports.ranking import claim, rank
 from sparsellm.reports.run_plots import at_bound, run_plots
 from sparsellm.reports.speed_plots import LEGEND, speed_plot, speed_tables
 from sparsellm.reports.sweep_cells import Sweep, in_words
@@ -61,6 +61,7 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
 def comparison_page(comparison: Comparison) -> str:
     """The tables of a comparison as an HTML page."""
     recipes = {run.name: run.report.recipe for run in comparison.runs}
+    figures = [figure for run in comparison.runs for figure in run.figures.values()]
     with style():
         return render(
             {
@@ -70,7 +71,7 @@ def comparison_page(comparison: Comparison) -> str:
                 "remarks": [],
                 "notes": comparison.notes,
                 "tables": comparison.tables(),
-                "legend": "± is the standard error over sequences or questions; the error is the median of all layers'.",
+                "legend": " ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
                 "worst": None,
                 "not_predicted": "",
                 "plots": [],
@@ -133,9 +134,10 @@ def verdict(report: SavedReport, verified: bool) -> str:
     for name in headlines(figures):
         figure, earlier = figures[name], before.get(name)
         values = " → ".join(x.short for x in (figure.dense, figure) if x)
-        part = ", ".join(filter(None, (f"{spoken(name)} {values}", figure.change_text)))
+        part = f"{spoken(name)} {values}" + (f", {figure.difference}" if figure.difference else "")
         if earlier and earlier.dense == figure.dense:
-            part += f" ({', '.join(filter(None, (earlier.short, earlier.change_text)))} before the recovery)"
+            part += f" ({', '.join(filter(None, (earlier.short, earlier.change_text)))} before the recovery"
+            part += f"; by the recovery {by})" if (by := figure.against(earlier)) else ")"
         parts.append(part)
     parts += [] if figures else ["perplexity not measured"]
     return "; ".join([*parts, "verified when written" if verified else "not verified"]) + "."
@@ -162,14 +164,14 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     recipe = validated(RecoveryRecipe, report.recipe) if recovery else validated(Recipe, report.recipe)
     outcome = "recovered" if recovery else "pruned"
     described = report.gradual.describe(recipe) if report.gradual else recipe.describe()
-    before = evaluations(report.pruned) if report.pruned else {}
+    before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)
     measured = [
         [
             spoken(x),
             *(figure.measured if figure else "" for figure in (y.dense, *([before.get(x)] if recovery else []), y)),
             y.change_text,
         ]
-        for x, y in evaluations(report).items()
+        for x, y in figures.items()
     ]
     states = ["dense", "pruned", "recovered"] if recovery else ["dense", "pruned"]
     bench = report.packing.bench if report.packing else None
@@ -183,7 +185,7 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
         "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
         "notes": report.notes,
         "tables": tables | _stages(report) | (speed_tables(bench) if bench else {}),
-        "legend": "± is the standard error over sequences or questions." if measured else "",
+        "legend": " ".join(error_legend(figures.values())) if measured else "",
         "worst": worst if worst[1] else None,
         "not_predicted": _not_predicted(recipe),
         "costs": costs.describe() if costs else [],
@@ -268,22 +270,18 @@ def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]
     if states["finished"] == len(outcomes) > 1:
         sentences = [f"All {count} finished."]
     measure = next(iter(headlines(shown_measures(rows))), "")
-    best: dict[tuple[str, str], Row] = {}
-    for row in (row for row in rows if measure in row.figures and math.isfinite(row.figures[measure].value)):
+    by_place: dict[tuple[str, str], dict[str, Figure]] = {}
+    for row in (row for row in rows if measure in row.figures):
         key = row.labels.get("model", models(sweep)[0]), row.labels.get("sparsity", "")
-        figure, other = row.figures[measure], best.setdefault(key, row).figures[measure]
-        if figure.value > other.value if figure.share else figure.value < other.value:
-            best[key] = row
+        by_place.setdefault(key, {})[in_words(row.labels, ("model", "sparsity"))] = row.figures[measure]
+    best = {key: ranking for key, figures in by_place.items() if (ranking := rank(figures))}
     for model in dict.fromkeys(model for model, _ in best):
-        at_sparsities = {sparsity: row for (other, sparsity), row in best.items() if other == model}
+        rankings = {sparsity: x for (other, sparsity), x in best.items() if other == model}
         places: dict[str, list[str]] = {}
-        for sparsity, row in at_sparsities.items():
-            results = ", ".join(filter(None, (row.figures[measure].short, row.figures[measure].change_text)))
-            kind = in_words(row.labels, ("model", "sparsity"))
-            places.setdefault(f"{kind} is best " if kind else "", []).append(
-                f"at {sparsity} ({results})" if sparsity else f"({results})"
-            )
-        dense = {x.dense.short for row in at_sparsities.values() if (x := row.figures[measure]).dense}
+        for sparsity, x in rankings.items():
+            results = ", ".join(filter(None, (x.figure.short, x.figure.change_text)))
+            places.setdefault(claim(x), []).append(f"at {sparsity} ({results})" if sparsity else f"({results})")
+        dense = {x.figure.dense.short for x in rankings.values() if x.figure.dense}
         subject = f"{model}, {spoken(measure)}{f' (dense {dense.pop()})' if len(dense) == 1 else ''}"
         sentences.append(f"{subject}: {'; '.join(kind + ', '.join(texts) for kind, texts in places.items())}.")
     return sentences

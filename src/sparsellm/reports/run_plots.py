@@ -55,7 +55,17 @@ def searched(report: SavedReport) -> Plot | None:
     axes.set_ylabel(label)
     figure.legend(loc="outside upper right", ncols=2)
     text = f"Sparsities that the search tried, for {search.target}: {sum(x.met for x, _ in points)} of {len(points)} meet it."
-    rows = [[f"{100 * x.sparsity:.10g} %", x.effort, value_with_error(value), "yes" if x.met else "no"] for x, value in points]
+    if unsure := sum(x.undecided for x, _ in points):
+        text += f" Of {unsure} it cannot be told: the measurement is within its error of the target."
+    rows = [
+        [
+            f"{100 * x.sparsity:.10g} %",
+            x.effort,
+            value_with_error(value),
+            "undecided" if x.undecided else "yes" if x.met else "no",
+        ]
+        for x, value in points
+    ]
     return Plot("search", "Search", text, ["sparsity", "effort", label, "met"], rows, figure)
 
 

@@ -17,7 +17,7 @@ from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pruning.journal import JOURNAL
 from sparsellm.reports.sweep_cells import Cell
 from sparsellm.reports.sweep_runner import CellFolder, run_cell
-from sparsellm.reports.target import Point, Target, packed_size
+from sparsellm.reports.target import Point, Target, outcome, packed_size, point_of, undecided_note
 from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.runs.export import Result, claimed
 from sparsellm.runs.fingerprint import DenseCache, environment, model_fingerprint
@@ -46,6 +46,7 @@ class Search:
     Attributes:
         target: What it meets, in words.
         points: All sparsities that were tried, in increasing order, those with the final effort last.
+        outcome: What the output is known to have, as the predicate of a sentence: the target, or why it is not certain.
     """
 
     sparsity: float
@@ -53,11 +54,10 @@ class Search:
     points: tuple[Point, ...]
     report: Report
     output: Path
+    outcome: str
 
     def __repr__(self) -> str:
-        return (
-            f"<Search: {Unstructured(self.sparsity)} has {self.target}, {len(self.points)} sparsities tried, in {self.output}>"
-        )
+        return f"<Search: {Unstructured(self.sparsity)} {self.outcome}, {len(self.points)} sparsities tried, in {self.output}>"
 
 
 def bisect(is_met: Callable[[int], bool], count: int) -> int:
@@ -129,16 +129,22 @@ class _Searcher:
             self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
             found = bisect(lambda number: self._try(grid[number - 1]).met, len(grid))
             candidates = grid[:found][::-1]
+            if note := undecided_note(self._sorted(), self._target):
+                self._observe(Note(note))
         else:
             self._sizes = {sparsity: packed_size(self._recipe, opened, sparsity) for sparsity in grid}
             candidates = [sparsity for sparsity in grid if self._sizes[sparsity] <= self._target.size][:1]
         for sparsity in candidates:
             if (result := self._finish(sparsity)) is not None:
                 return result
-            self._observe(Note(f"with the final effort, {Unstructured(sparsity)} misses the target: a smaller one follows"))
+            point = self._points[True, sparsity]
+            fails = f"is not known to meet the target ({point.describe()})" if point.undecided else "misses the target"
+            self._observe(Note(f"with the final effort, {Unstructured(sparsity)} {fails}: a smaller one follows"))
         tried = self._sorted()
         nearest = f"{Unstructured(grid[-1])} takes {human_bytes(self._sizes[grid[-1]])}" if self._sizes else tried[0].describe()
-        raise TargetNotReached(f"No sparsity has {self._target}: {nearest}. Nothing was written. Relax the target.", tried)
+        known = "is known to have" if any(point.undecided for point in tried) else "has"
+        advice = "Relax the target" + (", or measure on more text, `evaluate_limit`." if known != "has" else ".")
+        raise TargetNotReached(f"No sparsity {known} {self._target}: {nearest}. Nothing was written. {advice}", tried)
 
     def _try(self, sparsity: float) -> Point:
         """The point of a sparsity with the effort "fast", from its cell or from a run."""
@@ -168,7 +174,8 @@ class _Searcher:
             if result.report.search is None:
                 cell_folder.finish(result)
                 return None
-        return Search(sparsity, str(self._target), tuple(self._sorted()), result.report, self._output)
+        found = outcome(self._points[True, sparsity], self._target)
+        return Search(sparsity, str(self._target), tuple(self._sorted()), result.report, self._output, found)
 
     def _announce(self, name: str) -> None:
         """Tell the observer that a run starts."""
@@ -189,28 +196,16 @@ class _Searcher:
 
     def _add(self, sparsity: float, recipe: Recipe, report: SavedReport) -> Point:
         """Make a point from the report of a run. Raises TargetNotReached if the dense model itself misses the target."""
-        perplexity = {text: x.pruned.value if x.pruned else math.inf for text, x in report.perplexity.items()}
-        dense = {text: x.dense.value for text, x in report.perplexity.items() if x.dense}
-        accuracy = {task: x.pruned.value for task, x in report.tasks.items() if x.pruned}
-        dense_accuracy = {task: x.dense.value for task, x in report.tasks.items() if x.dense}
         for task in self._target.accuracy or ():
             figure = report.tasks[task].pruned if task in report.tasks else None
             if figure is None or not is_fraction(figure.metric):
                 raise InvalidSetting(f"`min_accuracy` names {task}, for which lm-eval computes no accuracy. Name another task.")
         size = self._sizes.get(sparsity)
-        if size is None and not self._target.is_met(dense, dense, dense_accuracy):
-            figures = ", ".join(f"{value:.3g} on {task}" for task, value in dense_accuracy.items())
+        dense = {task: x.dense for task, x in report.tasks.items() if x.dense}
+        if size is None and not self._target.decide([], dense).met:
+            figures = ", ".join(f"{x.value:.3g} on {task}" for task, x in dense.items())
             raise TargetNotReached(f"The dense model itself has not {self._target}: it has {figures}. Relax the target.")
-        point = Point(
-            sparsity,
-            _effort(recipe),
-            met=size is not None or self._target.is_met(perplexity, dense, accuracy),
-            perplexity=perplexity,
-            increase=max((perplexity[text] / dense[text] - 1 for text in dense), default=None),
-            accuracy=accuracy,
-            size=size,
-            seconds=report.seconds["total"],
-        )
+        point = point_of(sparsity, _effort(recipe), report, size=size, target=self._target)
         self._points[recipe.effort == self._recipe.effort, sparsity] = point
         return point
 

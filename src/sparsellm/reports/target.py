@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
+from sparsellm.evaluation.differences import MEASURABLE, Difference
+from sparsellm.evaluation.measurements import Measurement
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.reports.measures import figure_of
 from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.preparation import make_plan
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import parse_size
+from sparsellm.runs.records import SavedReport
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.sparse.packed_tensors import estimated_bytes
@@ -71,11 +75,39 @@ class Target:
             return "an accuracy of at least " + ", ".join(f"{value:g} on {task}" for task, value in self.accuracy.items())
         return f"a perplexity increase of at most {100 * (self.perplexity_increase or 0.0):.10g} %"
 
-    def is_met(self, perplexity: Mapping[str, float], dense: Mapping[str, float], accuracy: Mapping[str, float]) -> bool:
-        """Whether measurements meet the target: perplexity of the model and of the dense one by text, accuracy by task."""
+    def decide(self, increases: Iterable[Difference | None], accuracy: Mapping[str, Measurement]) -> Decision:
+        """Whether measurements meet the target.
+
+        A perplexity increase meets it if it is below it by `MEASURABLE` standard errors: what is not known to meet it does not.
+        An accuracy is compared as it is, since a bound on it is one on the score in these questions.
+
+        Args:
+            increases: The relative change of the perplexity on each text; None where it is infinite.
+            accuracy: By task.
+        """
         if self.accuracy:
-            return all(accuracy[task] >= least for task, least in self.accuracy.items())
-        return all(perplexity[text] <= dense[text] * (1 + (self.perplexity_increase or 0.0)) for text in dense)
+            gaps = [
+                (least - accuracy[task].value, accuracy[task].standard_error or 0.0) for task, least in self.accuracy.items()
+            ]
+            limit, tolerance = 0.0, 0.0
+        else:
+            gaps = [(x.change, x.standard_error or 0.0) if x else (math.inf, 0.0) for x in increases]
+            limit, tolerance = self.perplexity_increase or 0.0, MEASURABLE
+        surely = all(value + MEASURABLE * error <= limit for value, error in gaps)
+        missed = any(value - MEASURABLE * error > limit for value, error in gaps)
+        return Decision(all(value + tolerance * error <= limit for value, error in gaps), not surely and not missed)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a target is met.
+
+    Attributes:
+        undecided: Whether the measurements are within `MEASURABLE` standard errors of the target.
+    """
+
+    met: bool
+    undecided: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +117,9 @@ class Point:
     Attributes:
         effort: Effort of the method sparsellm, or the name of another method.
         met: Whether the target is met.
+        undecided: Whether that cannot be told, because the measurement is within its error of the target.
         increase: Its largest relative increase over the texts; None if none was measured.
+        increase_error: Paired standard error of that increase; None if it is unknown.
         size: Bytes of the packed weights; None unless the target is a size.
     """
 
@@ -97,12 +131,76 @@ class Point:
     accuracy: Mapping[str, float]
     size: int | None
     seconds: float
+    undecided: bool = False
+    increase_error: float | None = None
+
+    @property
+    def answer(self) -> str:
+        """Whether the target is met, for a table: "yes", "no" or "undecided"."""
+        return "undecided" if self.undecided else "yes" if self.met else "no"
+
+    @property
+    def increase_text(self) -> str:
+        """The increase with its error."""
+        return Difference(self.increase or 0.0, self.increase_error).short
 
     def describe(self) -> str:
         """The sparsity with what was measured of it."""
         figures = [f"an accuracy of {value:.3g} on {task}" for task, value in self.accuracy.items()]
-        figures = figures or [f"a perplexity increase of {100 * (self.increase or 0.0):.3g} %"]
+        figures = figures or [f"a perplexity increase of {self.increase_text.removeprefix('+')}"]
         return f"{Unstructured(self.sparsity)} has {', '.join(figures)}"
+
+
+def point_of(sparsity: float, effort: str, report: SavedReport, *, size: int | None, target: Target) -> Point:
+    """What was measured at a sparsity, and whether it meets the target."""
+    perplexity = {text: x.pruned.value if x.pruned else math.inf for text, x in report.perplexity.items()}
+    accuracy = {task: x.pruned for task, x in report.tasks.items() if x.pruned}
+    changes = {text: figure_of(x).difference if x.pruned else None for text, x in report.perplexity.items() if x.dense}
+    increases = {text: x.change if x else math.inf for text, x in changes.items()}
+    largest = max(increases, key=lambda text: increases[text], default=None)
+    change = None if largest is None else changes[largest]
+    decision = Decision(met=True, undecided=False) if size is not None else target.decide(changes.values(), accuracy)
+    return Point(
+        sparsity,
+        effort,
+        met=decision.met,
+        perplexity=perplexity,
+        increase=None if largest is None else increases[largest],
+        accuracy={task: x.value for task, x in accuracy.items()},
+        size=size,
+        seconds=report.seconds["total"],
+        undecided=decision.undecided,
+        increase_error=change.standard_error if change else None,
+    )
+
+
+def undecided_note(points: Sequence[Point], target: Target) -> str:
+    """Which of these sparsities cannot be told to meet the target or to miss it, and what to do; empty if all can."""
+    if target.size is not None:
+        return ""
+    if any(x.increase is not None and math.isfinite(x.increase) and x.increase_error is None for x in points):
+        return "the error of the perplexity increase is unknown, since it is of a single sequence: its value decides"
+    unsure = [x for x in points if x.undecided]
+    if not unsure:
+        return ""
+    names, they = " and ".join(str(Unstructured(x.sparsity)) for x in unsure), "they" if len(unsure) > 1 else "it"
+    counted = f"{they} count{'' if len(unsure) > 1 else 's'} as missing it. Measure on more text, `evaluate_limit`,"
+    if target.accuracy:
+        counted = "the values decide. Measure on more questions, `task_limit`,"
+    measured = ", ".join(x.describe() for x in unsure)
+    return (
+        f"whether {names} {'have' if len(unsure) > 1 else 'has'} {target} cannot be told ({measured}): within "
+        f"{MEASURABLE:.0f} standard errors of that, {counted} to decide"
+    )
+
+
+def outcome(point: Point, target: Target) -> str:
+    """What the output is known to have, as the predicate of a sentence about its sparsity."""
+    if point.undecided:
+        return f"was measured to have {target}, but so close to it that this cannot be told"
+    if point.size is None and point.increase is not None and point.increase_error is None:
+        return f"was measured to have {target}, with an unknown error"
+    return f"has {target}"
 
 
 def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:

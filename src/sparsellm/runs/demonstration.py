@@ -14,6 +14,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.errors import plural
+from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.runs.decoding import CEILING, PACKED, TORCH
 from sparsellm.runs.events import (
@@ -56,6 +57,7 @@ class Row:
         standard_error: Standard error of the perplexity, if known.
         sparsity: Fraction of zeros in the pruned layers.
         seconds: Pruning time, without loading and evaluation.
+        change: The change of the perplexity from the dense model, with its paired error; None for that model.
     """
 
     method: str
@@ -63,6 +65,7 @@ class Row:
     standard_error: float | None
     sparsity: float
     seconds: float
+    change: Difference | None = None
 
 
 def demonstrate(family: str, output: str | Path | None, observe: Observer) -> list[Row]:
@@ -95,7 +98,8 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
         observe(Stage(MEASURING))
         pruned = measured(result.model, tests, "demo", progress=progress)
         report = result.report
-        rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, report.seconds[PRUNING]))
+        seconds, change = report.seconds[PRUNING], pruned.against(dense)
+        rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
         if method == "sparsellm" and output is not None:
             report.perplexity["demo"] = {"dense": dense, "pruned": pruned}
             observe(Stage(WRITING))

@@ -23,6 +23,7 @@ from sparsellm import __version__
 from sparsellm.checkpoints.documents import CONFIG
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.data.padding import token_digest
 from sparsellm.pruning.journal import JOURNAL, Journal
 from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
@@ -107,11 +108,6 @@ def _digest(file: Path, *_: int) -> str:
     """SHA-256 digest of a file. The further arguments are the cache key; programs cannot set the change time (ctime)."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
-
-
-def token_digest(windows: Tensor) -> str:
-    """Digest of token ids."""
-    return hashlib.blake2b(windows.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 class DenseCache:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
-from sparsellm.data.padding import count_tokens
+from sparsellm.data.padding import count_tokens, token_digest
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
@@ -32,6 +34,7 @@ from sparsellm.runs.events import (
     READING_TEXTS,
     Advance,
     Measured,
+    NextRun,
     Note,
     Observer,
     Schedule,
@@ -61,6 +64,7 @@ def evaluate(
     model: str | Path | PreTrainedModel,
     text: str | Path | Sequence[str] = (),
     *,
+    against: str | Path | PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
     observe: Observer | None = None,
@@ -73,6 +77,8 @@ def evaluate(
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
         text: Texts to measure the perplexity on: files, or names of texts (c4, wikitext2, ptb, demo).
+        against: Another model to measure too, such as the dense one; the result has the differences from it, with their paired
+            standard errors.
         tokenizer: Tokenizer of a model in memory.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
         observe: Callback that receives every stage and result (see `sparsellm.runs.events`).
@@ -84,18 +90,37 @@ def evaluate(
     Raises:
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
-    fields, source = named_model(model, tokenizer)
+    models = [named_model(x, tokenizer) for x in (model, against) if x is not None]
     if unknown := sorted(set(settings) - set(EvaluationSettings.__annotations__)):
         raise InvalidSetting(f"Unknown field {unknown[0]!r}. {nearest(unknown[0], EvaluationSettings.__annotations__)}")
     texts = (str(text),) if isinstance(text, (str, Path)) else tuple(text)
-    recipe = read_recipe({**fields, **settings, "method": "magnitude", "evaluate": texts})
-    if not (recipe.evaluate or recipe.task):
+    runs = [(read_recipe({**x, **settings, "method": "magnitude", "evaluate": texts}), source) for x, source in models]
+    if not (texts or runs[0][0].task):
         raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
     with Display("auto" if progress else "off") as display:
         observer = combine_observers(display, observe)
         is_observed = progress or observe is not None  # otherwise a remark is a warning of Python
         with remarks_to(lambda text, is_new: observer(Note(text)) if is_new else None) if is_observed else nullcontext():
-            return _evaluate(recipe, source, observer)
+            return _evaluate_all(runs, observer)
+
+
+def _evaluate_all(runs: Sequence[tuple[Recipe, InMemoryModel | None]], observer: Observer) -> Evaluation:
+    """Evaluate a model, and then the one that it is compared with, if there is one."""
+    results = []
+    for number, (recipe, source) in enumerate(runs, 1):
+        if len(runs) > 1:
+            observer(NextRun(number, len(runs), PurePath(recipe.model).name))
+        results.append(_evaluate(recipe, source, observer))
+        gc.collect()  # frees the model
+    if not results[1:]:
+        return results[0]
+    result = replace(results[0], against=results[1])
+    for text, one in result.perplexity.items():
+        another = results[1].perplexity[text]
+        if one.parts and another.parts and one.parts.digest != another.parts.digest:
+            names = " and ".join(recipe.model for recipe, _ in runs)
+            observer(Note(f"{names} read {text} as other token sequences: their perplexities cannot be compared"))
+    return result
 
 
 def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer) -> Evaluation:
@@ -149,11 +174,17 @@ def measure_checkpoint(
     for text, test in ready.tests.items():
         with phase(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
             known = report.before(text)
-            if known is None or (known.windows, known.length, known.tokens) != (*test.shape, count_tokens(test)):
+            if known is None or not _is_of(known, test):
                 loaded = loaded or load(report.recipe, opened, folder=folder, placement=placement)
                 known = measure_perplexity(loaded, test, text, progress=advance)
             results[text] = known
     return results
+
+
+def _is_of(known: Perplexity, test: Tensor) -> bool:
+    """Whether a perplexity is of these sequences; by their numbers if it is in a report without their digest."""
+    same = (known.windows, known.length, known.tokens) == (*test.shape, count_tokens(test))
+    return same and (known.parts is None or known.parts.digest == token_digest(test))
 
 
 def measure_into(

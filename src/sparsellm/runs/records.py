@@ -119,6 +119,7 @@ class SavedPoint(Record):
     perplexity: dict[str, Number] = {}
     accuracy: dict[str, Finite] = {}
     size: int | None = None
+    undecided: bool = False
 
 
 class SavedSearch(Record):

@@ -1,22 +1,22 @@
-"""The results of a run, layer by layer, as JSON and as a model card in Markdown, from the template card.md."""
+"""The results of a run, layer by layer, as JSON."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from huggingface_hub import ModelCardData
-from jinja2 import Environment, StrictUndefined
+from pydantic import TypeAdapter
 
 from sparsellm.checkpoints.files import Origin
 from sparsellm.data.json_files import strict_json
+from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy, LayerCosts, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
+from sparsellm.runs import card
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.records import layer_frame
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -29,15 +29,8 @@ if TYPE_CHECKING:
 When = Literal["dense", "pruned"]
 WHEN: tuple[When, ...] = ("dense", "pruned")
 
-HUB = "https://huggingface.co"
-"""Base address of a card's links to models on the hub."""
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-"""A valid model name on the hub, which rejects cards with any other base model."""
-
-ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
-"""Characters that HTML interprets, by code, with their escapes."""
-
+PERPLEXITY = TypeAdapter(Perplexity)
+"""Reads a perplexity from a report."""
 
 OPTIONAL = ("pruned", "search", "gradual", "changed_outside", "dtype_changed", "inputs")
 """Fields that are in the JSON only where they hold something."""
@@ -123,12 +116,22 @@ class Report(Summarized):
     def before(self, text: str) -> Perplexity | None:
         """The perplexity of the pruned checkpoint that a recovery starts from; None if it was not measured."""
         pair = (self.pruned or {}).get("perplexity", {}).get(text) or {}
-        return Perplexity(**{**pair["pruned"], "value": float(pair["pruned"]["value"])}) if pair.get("pruned") else None
+        return PERPLEXITY.validate_python(pair["pruned"]) if pair.get("pruned") else None
 
     def in_order(self, text: str) -> list[Perplexity]:
         """What was measured on a text: before pruning, after it, and, for a recovery, after that."""
         pair = self.perplexity[text]
         return [x for x in (pair.get("dense"), self.before(text), pair.get("pruned")) if x is not None]
+
+    def change(self, text: str) -> Difference | None:
+        """The change of a perplexity from the dense model; None if either was not measured."""
+        pair = self.perplexity[text]
+        return pair["pruned"].against(pair["dense"]) if pair.keys() >= {"dense", "pruned"} else None
+
+    def change_by_recovery(self, text: str) -> Difference | None:
+        """The change of a perplexity by a recovery, from the pruned checkpoint; None if either was not measured."""
+        before, after = self.before(text), self.perplexity[text].get("pruned")
+        return after.against(before) if before and after else None
 
     def add_changes(self, names: Collection[str]) -> None:
         """Record parameters that are not the dense model's and hold no pruned layer, with their blocks or outside of these."""
@@ -156,7 +159,11 @@ class Report(Summarized):
         """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
         totals, how = self.totals(), "pruned and" if isinstance(self.recipe, RecoveryRecipe) else "pruned by"
         bits = f", {totals['bits_of_pruned_layers']:.3f} bits a weight" if "bits_of_pruned_layers" in totals else ""
-        measured = (f"{' → '.join(map(plus_minus, self.in_order(text)))} on {PurePath(text).name}" for text in self.perplexity)
+        measured = (
+            f"{' → '.join(map(plus_minus, self.in_order(text)))}{f' ({change})' if (change := self.change(text)) else ''} "
+            f"on {PurePath(text).name}"
+            for text in self.perplexity
+        )
         return {
             "model": f"{PurePath(self.recipe.model).name}, {how} {self.recipe.describe()}",
             "sparsity": f"{100 * self.sparsity:.2f} % of the weights in {totals['pruned_layers']} pruned layers, "
@@ -246,24 +253,13 @@ class Report(Summarized):
     def to_markdown(self) -> str:
         """The model card. It holds no times or dates, so that equal results give equal bytes."""
         origin, recipe = self.origin, self.recipe
-        known = HUB_NAME.fullmatch(origin.name)
-        link = f"[{origin.name}]({HUB}/{origin.name})" if origin.hub and known else plain(origin.name)
-        metadata = ModelCardData(
-            base_model=origin.name if known else None,
-            library_name="transformers",
-            pipeline_tag="image-text-to-text" if origin.loader == "AutoModelForImageTextToText" else "text-generation",
-            tags=["sparsellm", "pruning", "sparse"],
-            **origin.terms,
-        )
         gradual = SavedGradual.model_validate(self.gradual) if self.gradual else None
-        environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-        environment.filters.update(plain=plain, fenced=fenced, plus_minus=plus_minus)
-        return environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8")).render(
+        return card.render(
             report=self,
             totals=self.totals(),
-            metadata=metadata.to_yaml(),
+            metadata=card.metadata(origin),
             name=PurePath(origin.name or recipe.model).name,
-            base=f" from {link}" if origin.name else "",
+            base=f" from {card.link(origin)}" if origin.name else "",
             changed=len(self.changed_parameters),
             coverage=self.coverage.describe() if self.coverage else "",
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
@@ -284,19 +280,3 @@ def _block_to_dict(block: BlockResult) -> dict[str, Any]:
 def _results_to_dict(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]) -> dict[str, dict[str, Any]]:
     """Results by text or task as plain data."""
     return {name: {when: asdict(result) for when, result in pair.items()} for name, pair in results.items()}
-
-
-def plain(text: str) -> str:
-    """Escape a text for use within one line or table cell; line breaks become spaces.
-
-    Underscores within words are not escaped, since Markdown does not interpret them.
-    """
-    line = "".join(character for character in " ".join(text.split()) if character.isprintable())
-    line = re.sub(r"([\\`*\[\]|~$#])", r"\\\1", line).translate(ENTITIES)
-    return re.sub(r"(?<!\w)_|_(?!\w)", r"\_", line)
-
-
-def fenced(text: str, language: str = "yaml") -> str:
-    """A code block with this text; the fence is longer than any run of backticks in the text."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
-    return "\n".join([f"{fence}{language}", *text.rstrip().splitlines(), fence])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
 from sparsellm.errors import plural
+from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import plus_minus
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Record(BaseModel, strict=True, extra="allow"):
     """Base of all records. They declare only the fields that are read; files may have more."""
 
 
+SavedParts = Annotated[Parts | None, BeforeValidator(TypeAdapter(Parts | None).validate_python)]
+
+
 class SavedFigure(Record):
     """A perplexity, with the sequences that it was measured on, or an accuracy."""
 
@@ -43,6 +47,7 @@ class SavedFigure(Record):
     windows: int | None = None
     length: int | None = None
     tokens: int | None = None
+    parts: SavedParts = None
 
 
 class SavedValidation(Record):
