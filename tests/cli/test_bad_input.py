@@ -61,6 +61,8 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--dtype", "float33"), ("'float32'",)),
         (("--device", "cuda:99"), ("--device", "cuda:99", "cpu")),
         (("--device", "gpu"), ("--device", "gpu")),
+        (("--device", "meta"), ("--device", "meta", "cpu")),
+        (("--device", "hpu"), ("--device", "hpu", "cpu")),
         (("--blocks", "2:9"), ("3 blocks", "0 to 2")),
         (("--blocks", "some"), ("first-half",)),
         (("--scope", "often"), ("feedforward", "--as-published")),
@@ -89,6 +91,10 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--exclude", "*"), ("Nothing is left",)),
         (("--sequence-length", "65"), ("65", "64")),
         (("--samples", "0"), ("--samples", "0")),
+        (("--samples", 10**23), ("--samples", "less than or equal to 2147483647")),
+        (("--batch-size", 10**23), ("--batch-size", "less than or equal to 2147483647")),
+        (("--values", "int4", "--group-size", 2**63), ("--group-size", "less than or equal to 2147483647")),
+        (("--sequence-length", 2**63), ("--sequence-length", "less than or equal to 2147483647")),
         (("--alpha", "0"), ("--alpha", "0")),
         (("--method", "wanda", "--epochs", "2"), ("--epochs", "wanda")),
         (("--calibration", "wikitxt2"), ("'wikitext2'",)),
@@ -103,6 +109,15 @@ def test_impossible_settings(
     before = [] if "--calibration" in words else ["--calibration", text_file]
     refused(command("prune", tiny["llama"], tmp_path / "out", *before, *words), *parts)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_beyond_memory(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that do not fit are not drawn."""
+    monkeypatch.setattr("sparsellm.runtime.memory.available", lambda device: 10**5)
+    words = ("--calibration", text_file, "--samples", 10**4, "--sequence-length", 32)
+    refused(command("prune", tiny["llama"], tmp_path / "out", *words), "2,560,000 bytes of memory", "fewer --samples")
 
 
 def test_rounded_models_are_not_rounded_again(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
@@ -150,6 +165,10 @@ def test_usage_errors_exit_2(tiny: dict[str, Path], text_file: Path, command: Co
         ("- a\n- list\n", ("field: value",)),
         ("model: [x\n", ("is not YAML (line 2, column 1: expected ',' or ']', but got '<stream end>')",)),
         ("samples: many\nmodel: x\ncalibration: c4\n", ("--samples", "many")),
+        ("samples: yes\nmodel: x\ncalibration: c4\n", ("--samples", "valid integer", "'yes'")),
+        ("samples: true\nmodel: x\ncalibration: c4\n", ("--samples got true",)),
+        ("bits: true\nmodel: x\ncalibration: c4\n", ("--bits got true",)),
+        ("samples: 9223372036854775808\nmodel: x\ncalibration: c4\n", ("--samples", "less than or equal to")),
         ("sparsity: 50%\n", ("no model",)),
     ],
 )

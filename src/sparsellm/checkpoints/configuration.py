@@ -84,7 +84,7 @@ def read_configuration(
             config = AutoConfig.from_pretrained(readable, local_files_only=True, trust_remote_code=trusted)
             auto_model(config)  # raises UnsupportedModel for a type without a class
             _check_blocks(name, config.get_text_config(), headers)
-    except SparseLLMError:
+    except (SparseLLMError, MemoryError):
         raise
     except Exception as error:  # configurations validate their fields in different ways, or not at all
         if "auto_map" in fields and not trusted:
@@ -139,7 +139,7 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **options: A
     try:
         with silence_transformers():
             model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=trusted, **options)
-    except SparseLLMError:
+    except (SparseLLMError, MemoryError):
         raise
     except ImportError as error:
         raise MissingPackage(f"{name} needs a package that is not installed: {_error_text(error)}.") from error

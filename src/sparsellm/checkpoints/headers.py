@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, parse_entries, parts_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
+from sparsellm.runtime.devices import raise_out_of_memory
 
 KINDS = {
     "F64": "float64",
@@ -125,6 +126,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             f"{file.name} is damaged or holds more than tensors, and code in a weight file is not run."
         ) from error
     except Exception as error:  # torch may raise any exception on a damaged file
+        raise_out_of_memory(error)
         raise BadCheckpoint(f"{file.name} is damaged or cut off: torch cannot read it. Download it again.") from error
     if not isinstance(content, Mapping):
         raise BadCheckpoint(f"{file.name} holds a {type(content).__name__}, not tensors by name.")

@@ -36,6 +36,7 @@ from sparsellm.checkpoints.unmapped import read_unmapped
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
+from sparsellm.runtime.devices import raise_out_of_memory
 from sparsellm.solvers.linalg import all_finite
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class Checkpoint:
         except InvalidSetting:
             raise
         except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise_out_of_memory(error)
             raise BadCheckpoint(f"The weights of {self.name} cannot be loaded: {first_line(error)}.") from error
         missing = sorted(loaded["missing_keys"])
         if missing:

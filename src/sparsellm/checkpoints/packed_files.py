@@ -25,7 +25,7 @@ METHOD = "sparsellm"
 VERSION = 1
 """Version of the format."""
 
-QUANTIZED_BITS, GROUP_UNIT = (None, 3, 4, 8), 64
+QUANTIZED_BITS, GROUP_UNIT, MOST = (None, 3, 4, 8), 64, 2**31 - 1
 """Bits of an integer of a tensor, None if it is not quantized; and the columns of which a group is a multiple."""
 
 NUMBERS_A_BYTE = 64
@@ -141,7 +141,7 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({first_line(error)}).") from None
     for key, entry in entries.items():
-        if entry.bits not in QUANTIZED_BITS or entry.group_size < 0 or entry.group_size % GROUP_UNIT:
+        if entry.bits not in QUANTIZED_BITS or not 0 <= entry.group_size <= MOST or entry.group_size % GROUP_UNIT:
             raise BadCheckpoint(f"{file.name} is damaged: {key[:80]} has {entry.bits} bits in groups of {entry.group_size}.")
         if len(entry.shape) < 2 or min(entry.shape) < 1 or entry.dtype not in ("float32", "float16", "bfloat16"):
             raise BadCheckpoint(

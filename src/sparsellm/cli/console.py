@@ -26,6 +26,9 @@ from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
 
+LESS_MEMORY = {"batch_size": "a smaller", "samples": "fewer", "sequence_length": "a shorter", "max_memory": "a smaller"}
+"""What takes less memory, by option: how the option is to be changed."""
+
 
 @contextmanager
 def report_errors(context: typer.Context) -> Iterator[None]:
@@ -41,7 +44,7 @@ def report_errors(context: typer.Context) -> Iterator[None]:
         if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):
             raise
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print_error(printable(f"{_error_text(error)}{notes}", 4 * MAX_MESSAGE), context)
+        print_error(printable(f"{_error_text(error, context)}{notes}", 4 * MAX_MESSAGE), context)
         sys.exit(1)
 
 
@@ -149,13 +152,13 @@ def show(console: Console, made: Table) -> None:
     console.width = width
 
 
-def _error_text(error: Exception) -> str:
+def _error_text(error: Exception, context: typer.Context) -> str:
     """The message of an error."""
     if _out_of_memory(error):
-        return (
-            "The device is out of memory. Pass a smaller --batch-size, fewer --samples, a shorter --sequence-length, "
-            "or --device cpu."
-        )
+        own = {parameter.name for parameter in context.command.params}
+        advice = [f"{how} `{name}`" for name, how in LESS_MEMORY.items() if name in own]
+        pass_less = f"Pass {' or '.join(advice)}, or use" if advice else "Use"
+        return f"The device is out of memory. {pass_less} a device with more."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"The disk is full{f' ({error.filename})' if error.filename else ''}."
     if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:
@@ -164,10 +167,12 @@ def _error_text(error: Exception) -> str:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether an error means that a device is out of memory; imported late, since --help must not wait for torch."""
+    """Whether an error means that a device is out of memory, without importing torch for one that cannot be torch's."""
+    if isinstance(error, SparseLLMError) or not (isinstance(error, MemoryError) or "torch" in sys.modules):
+        return False
     from sparsellm.runtime import devices
 
-    return isinstance(error, RuntimeError) and devices.is_out_of_memory(error)
+    return devices.is_out_of_memory(error)
 
 
 def print_json(data: Any) -> None:

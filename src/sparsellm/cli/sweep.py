@@ -141,7 +141,7 @@ def search(
         recipe = read_search(settings | ({"model": model} if model else {}), config)
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
-        distance = parse_pattern(step).sparsity
+        distance = parse_pattern(step, "step").sparsity
         try:
             with (
                 Display("quiet" if quiet else progress, partial(in_options, context=context)) as display,

@@ -86,6 +86,8 @@ def open_saved(path: Path, split: Literal["calibration", "test"]) -> Any:
 
     try:
         data = datasets.load_from_disk(str(path))
+    except MemoryError:
+        raise
     except Exception as error:  # of many kinds, for files that are damaged
         raise BadText(f"{path} is not a data set that can be read: {first_line(error)}.") from error
     if not isinstance(data, datasets.DatasetDict):

@@ -14,6 +14,7 @@ from sparsellm.data.padding import count_tokens, pad
 from sparsellm.data.texts import Text
 from sparsellm.data.tokenized import BOS, CHARACTERS, MARGIN, Documents, TokenizedText
 from sparsellm.errors import BadText, InvalidSetting, plural
+from sparsellm.runtime.memory import check_fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,9 @@ REPEATED = 2
 
 TRIED, MEDIAN = 64, 2
 """Documents whose lengths are looked at, at even distances; there is a note where half of them are shorter than a sequence."""
+
+TOKEN_BYTES = 8
+"""Bytes of a token id."""
 
 PLACES = 20
 """How often a place is drawn anew for each sequence where a long text ends too early behind it."""
@@ -80,6 +84,7 @@ def calibration_windows(
     Raises:
         BadText: If the text is shorter than one sequence, or the tokenizer has no chat template for its conversations.
         InvalidSetting: The tokenizer has no BOS token, and `bos` is yes.
+        TooLarge: The sequences do not fit in memory.
     """
     _check(sequence_length, samples=samples)
     tokenized = TokenizedText(text, tokenizer, documents=documents, bos=bos, family=family)
@@ -96,6 +101,9 @@ def calibration_windows(
         description = f"{count} ({text.source}), seed {seed}"
         return _sequences(tokenized, windows, description, notes=notes, distinct=count_tokens(windows))
     room = tokenized.room(sequence_length)
+    check_fits(
+        TOKEN_BYTES * samples * sequence_length, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`."
+    )
     drawn = None if text.rows or text.conversations else _draw_from_documents(tokenized, samples, room, generator)
     origin, distinct = f", each at a random place of one of {len(tokenized):,} documents", samples * room
     notes = []

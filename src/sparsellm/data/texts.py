@@ -170,6 +170,8 @@ def _read_from_hub(name: str, split: Split) -> Text:
     try:
         with _silence_hub():
             data = datasets.load_dataset(source.path, source.config, split=part, revision=source.revision, **options)
+    except MemoryError:
+        raise
     except Exception as error:  # `datasets` also raises the errors of the hub client's HTTP library
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         offline = "HF_HUB_OFFLINE is set. " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""

@@ -31,7 +31,8 @@ MAX_VALUES = 1_000_000
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader, limited to strings, numbers, booleans, null, lists and mappings without duplicate keys.
 
-    Base-60 numbers are strings (`sparsity: 2:4` is a pattern, not 124), and so are dates. `<<` is an ordinary key.
+    Base-60 numbers are strings (`sparsity: 2:4` is a pattern, not 124), and so are dates, and yes, no, on and off, as in YAML
+    1.2: `bos: no` is a value by that name. `<<` is an ordinary key.
     """
 
     _depth = 0
@@ -77,7 +78,7 @@ def _unknown(loader: _Loader, node: yaml.Node) -> Any:
 
 _TAG = "tag:yaml.org,2002:"
 _INTEGER, _FLOAT = r"[-+]?\d+", r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?"
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_TRUTH = {"true": True, "false": False}
 
 _Loader.yaml_constructors = {
     f"{_TAG}str": yaml.SafeLoader.construct_yaml_str,
@@ -90,9 +91,10 @@ _Loader.yaml_constructors = {
     None: _unknown,
 }
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag in (f"{_TAG}bool", f"{_TAG}null")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag == f"{_TAG}null"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(f"{_TAG}bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(f"{_TAG}int", re.compile(f"^{_INTEGER}$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(f"^{_FLOAT}$"), list("-+.0123456789"))
 _StringLoader.yaml_implicit_resolvers = {}

@@ -143,9 +143,11 @@ def run_with_replaced_blocks(
     for extra in EXTRA_OUTPUTS:
         try:
             return run_once(extra)
-        except (torch.OutOfMemoryError, SparseLLMError):
+        except SparseLLMError:
             raise
         except (PartialOutput, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+            if devices.is_out_of_memory(error):
+                raise
             if first_error is None or isinstance(first_error, PartialOutput):
                 first_error = error
     assert first_error is not None

@@ -157,7 +157,7 @@ def search(
     target = Target.read(max_perplexity_increase, min_accuracy, max_size)
     text = None if calibration is None else str(calibration)
     recipe = read_search({"model": str(model), **settings, "method": method, "calibration": text})
-    distance = step if isinstance(step, float) else parse_pattern(step).sparsity
+    distance = parse_pattern(step, "step").sparsity
     with Display("auto" if progress else "off") as display:
         observer = combine_observers(display, observe)
         return search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observer)

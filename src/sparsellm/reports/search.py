@@ -35,6 +35,9 @@ from sparsellm.solvers.patterns import Unstructured
 HIGHEST = 0.95
 """The largest sparsity that is tried; beyond it, models of any size are far from the dense one."""
 
+FINEST = 1e-3
+"""The smallest step: measurements of two models that are closer differ by less than their standard errors."""
+
 ONE_PROCESS = "A search runs in one process. Start it without a launcher."
 """The refusal of several processes."""
 
@@ -216,8 +219,8 @@ class _Searcher:
 
 def _sparsities(recipe: Recipe, step: float) -> list[float]:
     """The sparsities to choose from, in increasing order: multiples of the step within the recipe's bounds."""
-    if not 0 < step <= 0.5:
-        raise InvalidSetting(f"`step` must be above 0% and at most 50%, got {100 * step:.10g}%.")
+    if not FINEST <= step <= 0.5:
+        raise InvalidSetting(f"`step` must be from {100 * FINEST:g}% to 50%, got {100 * step:.10g}%.")
     if recipe.allocation_rule not in ALLOCATIONS:
         raise InvalidSetting(
             f"`allocation` {recipe.allocation_rule} sets the sparsities itself, but a search needs a rule: "

@@ -28,8 +28,8 @@ from sparsellm.runs.report import Report
 from sparsellm.runs.result_records import WHEN
 from sparsellm.solvers.patterns import Unstructured, parse_pattern
 
-STAGES = 4
-"""Default number of stages."""
+STAGES, MOST_STAGES = 4, 999
+"""Default and largest number of stages: their sparsities are multiples of 0.1 %."""
 
 SURPLUS = 1e-3
 """Fraction of weights by which a checkpoint may be sparser than `from`: some weights are zero in the dense model already."""
@@ -228,8 +228,8 @@ def _unstructured(name: str, value: str) -> Unstructured:
 
 def _sparsities(lowest: Unstructured, highest: Unstructured, stages: int) -> tuple[Unstructured, ...]:
     """The sparsity of each stage, increasing."""
-    if stages < 1:
-        raise InvalidSetting(f"`stages` must be at least 1, got {stages}.")
+    if not 1 <= stages <= MOST_STAGES:
+        raise InvalidSetting(f"`stages` must be from 1 to {MOST_STAGES}, got {stages}.")
     first, last = 1 - lowest.sparsity, 1 - highest.sparsity
     values = [round(1 - first * (last / first) ** (number / stages), 3) for number in range(1, stages)]
     sparsities = [lowest.sparsity, *values, highest.sparsity]

@@ -30,7 +30,7 @@ from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
-from sparsellm.solvers.quantization import check_format, default_group_size
+from sparsellm.solvers.quantization import default_group_size
 from sparsellm.solvers.sparsegpt import SparseGPT
 
 SOLVERS: dict[str, Callable[[], LayerSolver]] = {
@@ -155,9 +155,7 @@ class Recipe(RunRecipe, RecipeFields):
 
     @model_validator(mode="after")
     def _check_values(self) -> Recipe:
-        if self.values is not None:
-            check_format(int(self.values.removeprefix("int")), self.group_size or 0)
-        elif self.group_size is not None:
+        if self.values is None and self.group_size is not None:
             raise InvalidSetting("`group_size` goes with `values`. Pass `values` too, or leave it out.")
         return self
 

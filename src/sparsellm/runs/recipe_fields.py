@@ -10,7 +10,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from sparsellm.errors import InvalidSetting
 
@@ -40,6 +51,8 @@ RULES = (*ALLOCATIONS, "bits")
 _ONLY_DEFAULT, _ONLY_PUBLISHED = ("effort", "gauss_newton_steps"), ("epochs", "alpha", "beta")
 _ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
 """Fields of the method sparsellm, and those of them that only its default or only Algorithm 1 has."""
+MOST = 2**31 - 1
+"""Largest value of every count: the product of two fits the integers of torch."""
 
 _SIZE = TypeAdapter(ByteSize)
 
@@ -71,6 +84,7 @@ def _field(
     default_text: str | None = None,
     *,
     essential: bool = True,
+    least: int | None = None,
     **constraints: Any,
 ) -> Any:
     """A field of the recipe.
@@ -81,8 +95,10 @@ def _field(
         description: The help text, one sentence.
         default_text: What is used when the value is None, in words.
         essential: `--help` lists the option, not only `--help-all`.
+        least: Smallest value of a count, whose largest is `MOST`.
         **constraints: Bounds of the value, as in `pydantic.Field`.
     """
+    constraints |= {} if least is None else {"ge": least, "le": MOST}
     option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential}
     return Field(default, description=description, json_schema_extra=option, **constraints)
 
@@ -128,20 +144,20 @@ class RunFields(BaseModel):
         "Begin each sequence with the tokenizer's BOS token; auto is where it adds one, but for c4, wikitext2 and ptb with OPT"
         " and LLaMA, which are divided as in the papers.",
     )
-    samples: int = _option(128, "Number of calibration sequences.", gt=0)
-    sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", gt=1)
+    samples: int = _option(128, "Number of calibration sequences.", least=1)
+    sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", least=2)
     seed: int = _option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)
 
     evaluate: Names = _option((), "Text to measure perplexity on, as for calibration.")
     evaluate_limit: int | None = _evaluation(
-        None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", gt=0
+        None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", least=1
     )
     prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
     task: Names = _evaluation((), "Task or group of lm-eval to measure on, such as boolq or mmlu, or the .yaml file of a task.")
     task_data: str | None = _evaluation(
         None, "Folder with the questions of the SparseLLM paper's tasks and piqa as .jsonl files.", "downloaded from the hub"
     )
-    task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", gt=0)
+    task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", least=1)
 
     max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of free")
     offload: bool | None = _machine(
@@ -157,7 +173,15 @@ class RunFields(BaseModel):
         " is measured to be faster with it.",
         essential=False,
     )
-    batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", gt=0)
+    batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", least=1)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for what is neither; pydantic would read `samples: true` as 1."""
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
+            raise InvalidSetting(f"`{info.field_name}` got {str(value).lower()}, which is no value of it.")
+        return value
 
 
 class RecipeFields(RunFields):
@@ -175,8 +199,8 @@ class RecipeFields(RunFields):
     solver: SolverName | None = _method(
         None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published"
     )
-    gauss_newton_steps: int = _method(3, "Maximum number of Gauss-Newton steps on each feed-forward part.", ge=0)
-    epochs: int = _method(4, "Number of epochs K of Algorithm 1.", gt=0)
+    gauss_newton_steps: int = _method(3, "Maximum number of Gauss-Newton steps on each feed-forward part.", least=0)
+    epochs: int = _method(4, "Number of epochs K of Algorithm 1.", least=1)
     alpha: float = _method(0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False)
     beta: float = _method(0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False)
     scope: str | None = _method(
@@ -201,14 +225,15 @@ class RecipeFields(RunFields):
         "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",
         "whole rows for int8, about 128 kept weights for int4 and int3",
         essential=False,
-        ge=0,
+        least=0,
+        multiple_of=64,
     )
     keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
     true_sequential: bool = _method(
         False,
         "Prune each layer on the outputs of the pruned layers before it in its block (alps, fast-admm, sparsegpt or wanda).",
     )
-    written: int = _data(0, "Number of additional calibration sequences, generated by the dense model.", ge=0)
+    written: int = _data(0, "Number of additional calibration sequences, generated by the dense model.", least=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -242,15 +267,17 @@ class RecoveryFields(RunFields):
         " the next token, without the dense model).",
         "kl; hidden with scope block",
     )
-    steps: int | None = _option(None, "Maximum number of gradient steps.", "100 for each block, 1200 for the whole model", gt=0)
+    steps: int | None = _option(
+        None, "Maximum number of gradient steps.", "100 for each block, 1200 for the whole model", least=1
+    )
     patience: int | None = _method(
         None, "Stop after this many of the 10 validations in a row without a new lowest loss.", "no early stop", gt=0, lt=10
     )
-    lora_rank: int = _method(16, "Rank of the changes that lora trains.", gt=0)
+    lora_rank: int = _method(16, "Rank of the changes that lora trains.", least=1)
     lora_targets: Names = _method((), "Layers that lora changes, by name, glob, re:REGEX or type.", "all pruned ones")
     written: int | None = _data(
         None,
         "Number of additional sequences, generated by the dense model.",
         "0 for blocks and for the loss text; for the whole model enough to use each about twice",
-        ge=0,
+        least=0,
     )

@@ -24,6 +24,7 @@ from sparsellm.runs.decoding import (
     with_own_kernel,
 )
 from sparsellm.runs.fingerprint import environment
+from sparsellm.runs.recipe_fields import MOST
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime import memory
 from sparsellm.sparse import kernels
@@ -45,7 +46,7 @@ def measure_bench(
     observe: Callable[[str], object] = lambda _: None,
 ) -> Bench:
     """Measure a packed model; `sparsellm.bench` describes the arguments. observe: called with what is done next."""
-    _check_counts("batch", batches, largest=None)
+    _check_counts("batch", batches, largest=MOST)
     _check_counts("threads", threads, largest=os.cpu_count() or 1)
     observe(f"loading {packed}")
     model = load(packed)
@@ -84,10 +85,10 @@ def measure_bench(
     )
 
 
-def _check_counts(name: str, counts: Sequence[int], largest: int | None) -> None:
+def _check_counts(name: str, counts: Sequence[int], largest: int) -> None:
     """Check numbers of sequences or of threads."""
-    if not counts or min(counts) < 1 or (largest is not None and max(counts) > largest):
-        limit = "1 or more" if largest is None else f"from 1 to {largest}, the cores of this machine"
+    if not counts or min(counts) < 1 or max(counts) > largest:
+        limit = f"from 1 to {largest:,}{', the cores of this machine' if name == 'threads' else ''}"
         raise InvalidSetting(f"`{name}` got {','.join(map(str, counts)) or 'nothing'}: pass numbers {limit}.")
 
 

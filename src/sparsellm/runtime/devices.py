@@ -45,8 +45,8 @@ def resolve_device(text: str) -> torch.device:
         return accelerator() or torch.device("cpu")
     try:
         device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.zeros(1, device=device).item()  # read back: the device "meta" has tensors, but no numbers
+    except Exception as error:  # each backend of torch has its own errors where it is missing, such as ModuleNotFoundError
         raise InvalidSetting(f"`device` got {text!r}: {first_line(error)}. Write auto, cpu, cuda, cuda:1 or mps.") from None
     return device
 
@@ -90,10 +90,16 @@ def empty_cache(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an out-of-memory error; on the CPU only the message shows it."""
-    return isinstance(error, torch.OutOfMemoryError) or (
+    """Return whether an error is an out-of-memory error: Python's, torch's, or one that only its message shows, on the CPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
     )
+
+
+def raise_out_of_memory(error: Exception) -> None:
+    """Raise an error again if it is an out-of-memory error, before it is taken for damage of a file."""
+    if is_out_of_memory(error):
+        raise error
 
 
 def synchronize(device: torch.device) -> None:

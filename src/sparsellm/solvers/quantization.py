@@ -69,8 +69,9 @@ def check_format(bits: int, group_size: int) -> None:
     """Raise InvalidSetting for a number of bits or a group size that cannot be stored."""
     if bits not in get_args(Bits):
         raise InvalidSetting(f"Values can have 3, 4 or 8 bits, got {bits}.")
-    if group_size < 0 or group_size % GROUP_UNIT:
-        raise InvalidSetting(f"`group_size` must be a multiple of {GROUP_UNIT} columns, or 0 for whole rows, got {group_size}.")
+    if not 0 <= group_size < 2**31 or group_size % GROUP_UNIT:  # sums of columns fit the integers of torch
+        limits = f"a multiple of {GROUP_UNIT} columns below 2^31, or 0 for whole rows"
+        raise InvalidSetting(f"`group_size` must be {limits}, got {group_size}.")
 
 
 def default_group_size(bits: int, density: float) -> int:

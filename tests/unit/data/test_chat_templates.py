@@ -65,6 +65,11 @@ def test_tools_reach_the_template() -> None:
         ("{{ raise_exception('no system here') }}", [user("hi")], "no system here"),
         (STRINGS, [user([{"type": "image", "url": "x"}])], "content that is not text: image"),
         (STRINGS, [user(7)], "content that is not text"),
+        ("{{ 1 / 0 }}", [user("hi")], "division by zero"),
+        ("{{ 2.0 ** 9999 }}", [user("hi")], "out of range"),
+        ("{{ [1][5:].pop() }}", [user("hi")], "pop"),
+        ("{{ 'x' * 10 ** 18 }}", [user("hi")], "MemoryError"),
+        ("{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(1) }}", [user("hi")], "recursion"),
     ],
 )
 def test_what_is_refused(template: str, messages: list[dict[str, Any]], reason: str) -> None:

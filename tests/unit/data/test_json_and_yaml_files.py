@@ -90,14 +90,14 @@ def test_yaml_that_is_refused(content: str, part: str, tmp_path: Path) -> None:
 
 
 def test_yaml_that_is_read(tmp_path: Path) -> None:
-    """Patterns and dates are text, numbers and truth are not; as written, all is text."""
+    """Patterns, dates and yes are text, numbers and truth are not; as written, all is text."""
     file = tmp_path / "recipe.yaml"
-    file.write_text("a: 2:4\nb: 2026-13-45\nc: 1e-3\nd: -7\ne: yes\nf: ~\ng: &g [1]\nh: *g\n")
-    expected = {"a": "2:4", "b": "2026-13-45", "c": 1e-3, "d": -7, "e": True, "f": None, "g": [1], "h": [1]}
+    file.write_text("a: 2:4\nb: 2026-13-45\nc: 1e-3\nd: -7\ne: yes\nh: true\nf: ~\ng: &g [1]\ni: *g\n")
+    expected = {"a": "2:4", "b": "2026-13-45", "c": 1e-3, "d": -7, "e": "yes", "h": True, "f": None, "g": [1], "i": [1]}
     assert read_mapping(file, "recipe") == expected
-    assert read_mapping(file, "recipe", as_written=True) == {**expected, "c": "1e-3", "d": "-7", "e": "yes", "f": "~"} | {
+    assert read_mapping(file, "recipe", as_written=True) == {**expected, "c": "1e-3", "d": "-7", "h": "true", "f": "~"} | {
         "g": ["1"],
-        "h": ["1"],
+        "i": ["1"],
     }
     assert read_value("!!int x") == "!!int x"
 
