@@ -23,7 +23,7 @@ import sparsellm
 from sparsellm.checkpoints import tensor_index
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
-from sparsellm.runs import conversion, packing
+from sparsellm.runs import conversion, packed_documents
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
 
@@ -250,8 +250,8 @@ def test_mutated_files_are_refused_in_one_message(inputs: int, packed: Path, tmp
     shutil.copytree(packed, folder)
     valid = (folder / "model.safetensors").read_bytes()
     random, tally = Random(0), Tally()
-    source = packing.Source.open(packed)
-    expected = packing._read_digests(source)
+    source = packed_documents.Source.open(packed)
+    expected = packed_documents.read_digests(source)
     entries = locate_all(packed / "model.safetensors")[1]
     for _ in range(inputs):
         file = folder / "model.safetensors"
@@ -259,7 +259,7 @@ def test_mutated_files_are_refused_in_one_message(inputs: int, packed: Path, tmp
         os.utime(file, ns=(tally.tried, tally.tried))
 
         def read() -> None:
-            digests = packing._read_digests(packing.Source.open(folder))
+            digests = packed_documents.read_digests(packed_documents.Source.open(folder))
             assert all(digests[name] == expected[name] for name in entries if name in digests)
 
         attempt(tally, read)

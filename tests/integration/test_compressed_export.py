@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sparsellm
+from sparsellm.checkpoints.exported_files import pack_integers, unpack_integers
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, UnsupportedModel
 from sparsellm.methods.rounding import Scales
-from sparsellm.runs.compressed_export import pack_integers, unpack_integers
 from sparsellm.runs.packing import pack
 from sparsellm.runs.quantization_file import SCALES_FILE, write_scales
 from sparsellm.solvers.quantization import Quantized, round_to_nearest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sparsellm.checkpoints.exported_files import PARTS, exported_entries
 from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, parse_entries, parts_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
 from sparsellm.runtime.devices import raise_out_of_memory
@@ -71,14 +73,17 @@ class TensorHeader:
         return self.numel * (1 if dtype is None else dtype.itemsize)
 
 
-def read_headers(file: Path) -> dict[str, TensorHeader]:
+def read_headers(file: Path, decoded: bool = True) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in a .safetensors or .bin file, by name.
+
+    Args:
+        decoded: Whether the parts of an exported weight (see `exported_files`) count as it, as they do of a packed one.
 
     Raises:
         BadCheckpoint: The file is damaged, truncated, or holds more than tensors.
     """
     if file.suffix == ".safetensors":
-        return _safetensors_headers(file)
+        return _safetensors_headers(file, decoded)
     return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
 
 
@@ -164,14 +169,21 @@ def _locate_tensors(
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(length))
-    packed = parse_entries(file, entries.pop("__metadata__", None))
-    return {
-        key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
-        for key, entry in entries.items()
-    }, packed
+        packed = parse_entries(file, entries.pop("__metadata__", None))
+        located = {
+            key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
+            for key, entry in entries.items()
+        }
+
+        def read_shape(key: str) -> tuple[int, ...]:
+            stream.seek(located[key][1])
+            return struct.unpack("<2q", stream.read(16))
+
+        kinds = {key: (header.dtype, header.shape) for key, (header, _) in located.items()}
+        return located, packed | exported_entries(file, kinds, read_shape)
 
 
-def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
+def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
     """Return the headers of a safetensors file. The library checks them against the file size.
 
     It opens the file as numpy does, read-only: torch's own mapping is refused by the system for files larger than its memory.
@@ -181,12 +193,18 @@ def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
             slices = {key: stream.get_slice(key) for key in sorted(stream.keys())}
             headers = {key: TensorHeader(KINDS[view.get_dtype()], tuple(view.get_shape())) for key, view in slices.items()}
             entries = parse_entries(file, stream.metadata())
+            kinds = {key: (header.dtype, header.shape) for key, header in headers.items()}
+            exported = exported_entries(file, kinds, stream.get_tensor) if decoded else {}
     except (SafetensorError, KeyError, OSError) as error:
         reason = str(error).splitlines()[0][:120]
         raise BadCheckpoint(
             f"{file.name} is damaged or cut off, or no safetensors file: {reason}. Download it again."
         ) from None
-    return _unpacked_headers(file, headers, entries) if entries else headers
+    if entries:
+        headers = _unpacked_headers(file, headers, entries)
+    parts = {name + part for name in exported for part in PARTS}
+    weights = {name: TensorHeader(entry.dtype, entry.shape) for name, entry in exported.items()}
+    return dict(sorted((weights | {key: header for key, header in headers.items() if key not in parts}).items()))
 
 
 def _unpacked_headers(

@@ -25,12 +25,13 @@ from sparsellm.checkpoints.configuration import (
 )
 from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
 from sparsellm.checkpoints.documents import Documents, documents_of, folder_for_transformers
+from sparsellm.checkpoints.exported_files import is_exported
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
 from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import METHOD, is_packed
 from sparsellm.checkpoints.stamps import Stamps
-from sparsellm.checkpoints.tensor_index import stored_dtype
+from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.checkpoints.unmapped import read_unmapped
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
@@ -51,6 +52,7 @@ class Checkpoint:
         name: Its name as the user wrote it.
         architecture: The architecture as described by the user, if any.
         packed: Whether it is packed. Its configuration and its skeleton are those of the dense model.
+        exported: Whether its weights are integers of compressed-tensors, which are read as the dense weights.
         stamps: Its files as they were when it was opened.
     """
 
@@ -61,6 +63,7 @@ class Checkpoint:
     trusted: bool = False
     architecture: Architecture | None = None
     packed: bool = False
+    exported: bool = False
 
     @property
     def length(self) -> int:
@@ -134,8 +137,10 @@ class Checkpoint:
         reading = read_unmapped() if stays else nullcontext()
         try:
             with silence_transformers(), reading, folder_for_transformers(self.folder) as folder:
-                model, loaded = auto_model(self.config).from_pretrained(
-                    folder,
+                auto = type(self.skeleton()) if self.exported else auto_model(self.config)
+                model, loaded = auto.from_pretrained(
+                    None if self.exported else folder,
+                    **({"state_dict": read_all(self.files())} if self.exported else {}),
                     **({} if self.packed else {"config": self.config}),
                     dtype=torch_dtype,
                     output_loading_info=True,
@@ -241,7 +246,7 @@ def open_checkpoint(
         revision: Branch, tag or commit of a hub name.
         trusted: Whether the checkpoint's own code may run.
         architecture: Its architecture, if missing from the table of families or different.
-        packed: Whether it may be packed. Its tensors are then decoded when they are read.
+        packed: Whether it may be packed or exported. Its tensors are then decoded when they are read.
 
     Raises:
         BadCheckpoint: The folder is missing, incomplete or damaged.
@@ -250,9 +255,10 @@ def open_checkpoint(
     """
     folder = open_folder(name, revision, trusted)
     fields = read_fields(name, folder)
-    if found_packed := is_packed(name, fields):
-        if not packed:
-            raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
+    if (found_packed := is_packed(name, fields)) and not packed:
+        raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
+    exported = packed and is_exported(fields)
+    if found_packed or exported:
         del fields["quantization_config"]
     check_kind(name, fields, trusted)
     files = check_files(name, folder)
@@ -261,11 +267,11 @@ def open_checkpoint(
         headers = read_all_headers(files)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
-    check_dtypes(name, headers, packed=found_packed)
+    check_dtypes(name, headers, packed=found_packed or exported)
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
     vars(config).pop("quantization_config", None)  # of a packed checkpoint
     check_fields(name, fields, config)
-    checkpoint = Checkpoint(name, folder, config, stamps, trusted, architecture, found_packed)
+    checkpoint = Checkpoint(name, folder, config, stamps, trusted, architecture, found_packed, exported)
     skeleton = checkpoint.skeleton()
     check_tensors(name, skeleton, files=files, headers=headers)
     check_doubles(name, files)

@@ -16,15 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import (
-    FLOATS,
-    is_zip,
-    locate_all,
-    locate_tensor,
-    packed_entry,
-    read_headers,
-    read_pickle,
-)
+from sparsellm.checkpoints.exported_files import PARTS, ExportedEntry, decode_exported
+from sparsellm.checkpoints.headers import FLOATS, is_zip, locate_all, locate_tensor, packed_entry, read_headers, read_pickle
 from sparsellm.checkpoints.packed_files import decode_tensor, parts_of
 from sparsellm.errors import BadCheckpoint
 from sparsellm.runtime.devices import raise_out_of_memory
@@ -177,6 +170,11 @@ def read_stored(stored: Stored) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor
 
 
+def read_all(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Read the tensors of several files, by their stored names, decoded if they are packed or exported."""
+    return {key: _read(TensorLocation(file, key)) for file in files for key in read_headers(file)}
+
+
 def _read(location: TensorLocation) -> Tensor:
     """Read a stored tensor into new memory, decoded if it is packed, without leaving the file mapped."""
     with _read_errors(location):
@@ -185,9 +183,11 @@ def _read(location: TensorLocation) -> Tensor:
         stored, packed = locate_all(location.file)
         if location.key not in packed:
             return _read_elements(location, 0, None)
-        names = parts_of(location.key, stored)
+        entry = packed[location.key]
+        is_exported = isinstance(entry, ExportedEntry)
+        names = {part: location.key + part for part in PARTS} if is_exported else parts_of(location.key, stored)
         parts = {part: _read_elements(TensorLocation(location.file, name), 0, None) for part, name in names.items()}
-    return decode_tensor(location.file, location.key, packed[location.key], parts=parts)
+    return decode_exported(parts, entry) if is_exported else decode_tensor(location.file, location.key, entry, parts=parts)
 
 
 def row_chunks(location: TensorLocation) -> Iterator[Tensor]:
@@ -280,9 +280,9 @@ def file_digest(file: Path) -> str:
 
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:
-    """Return the digests of all tensors of a file, by name. Tensors are read in chunks of rows."""
+    """Return the digests of all tensors of a file, by name, of exported weights those of the parts; read in chunks of rows."""
     digests: dict[str, TensorDigest] = {}
-    for key, header in read_headers(file).items():
+    for key, header in read_headers(file, decoded=False).items():
         hasher, finite, zeros = hashlib.blake2b(digest_size=WIDTH), True, [0, 0]
         for chunk in row_chunks(TensorLocation(file, key)):
             hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)

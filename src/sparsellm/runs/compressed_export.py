@@ -11,29 +11,27 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from sparsellm.checkpoints.comparison import layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, write_config
+from sparsellm.checkpoints.exported_files import FORMAT, METHOD, decoded, pack_integers, unpack_integers
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import FileWriter
-from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored, tensor_digests
+from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import Scales
 from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.export import claimed
-from sparsellm.runs.packed_documents import Source, copy_files, report_of
+from sparsellm.runs.exported import MAX_GROUP, rounded_to_export
+from sparsellm.runs.packed_documents import Source, copy_files, read_checked
 from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
 from sparsellm.runs.records import CARD
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.quantization import Quantized, expand_groups, round_to_nearest
+from sparsellm.solvers.quantization import Quantized, expand_groups
 
 Values = Literal["int4", "int8"]
-
-MAX_GROUP = 128
-"""Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""
 
 NOTE = """The weights of the pruned layers are integers of a few bits with a scale for each group of columns, in the format of
 compressed-tensors. Removed weights are stored as integers that are 0: they save no bytes.
@@ -116,13 +114,13 @@ def export(
         InvalidSetting: `values` is missing, or the model has been rounded already.
         UnsupportedModel: A layer is not a `torch.nn.Linear` of its own, or the model is packed or quantised.
         OutputExists: The folder exists.
-        BadCheckpoint: The model is missing, incomplete or damaged.
-        VerificationFailed: The result differs from the model.
+        BadCheckpoint: The model is missing, incomplete or damaged, or holds NaN or infinity.
+        VerificationFailed: The model is not what the run that pruned it wrote, or the result differs from the model.
     """
     source = Source.open(model)
     scales = read_scales(source.folder)
-    _check_values(source, scales, values)
     layers, ignored = _linear_layers(source, scales)
+    _check_values(source, scales, values)
     shapes = {key: header.shape for file in source.files for key, header in read_headers(file).items() if key in layers}
     schemes = _schemes(shapes, scales, values)
 
@@ -130,7 +128,7 @@ def export(
         """The integers and scales of a layer."""
         if key in scales:
             return _exact(source.name, key, weight, scales[key])
-        return round_to_nearest(weight, schemes[key].num_bits, 0 if values == "int8" else MAX_GROUP)
+        return rounded_to_export(weight, schemes[key].num_bits)
 
     def convert(file: Path, writer: FileWriter) -> None:
         """Write the tensors of a file, those of the layers as integers."""
@@ -141,23 +139,22 @@ def export(
                 writer.add(name, part)
 
     settings = {"form": "compressed-tensors", "values": values}
-    with (
-        claimed(output, overwrite, source.folder) as path,
-        converted(source, path, convert, settings=settings, verb="exporting", observe=observe) as work,
-    ):
-        zeros = 0
-        for file, target in zip(source.files, source.targets(), strict=True):
-            for key in (key for key in read_headers(file) if key in layers):
-                weight = read_stored(TensorLocation(file, key))
-                zeros += _check_written(work / target, key, quantize(key, weight), weight=weight, scheme=schemes[key])
-        copy_files(source, work)
-        config = _quantization_config({layers[key]: scheme for key, scheme in schemes.items()}, ignored)
-        write_config(work, with_member(read_config_text(source.folder), "quantization_config", config))
-        if (source.folder / CARD).is_file():
-            _write_card(work / CARD, (source.folder / CARD).read_text(encoding="utf-8"))
-        digests = {key: digest for file in source.files for key, digest in tensor_digests(file).items()}
-        unchanged = {key: digest.to_dict() for key, digest in digests.items() if key not in layers}
-        finish(work, report_of(source, digests), unchanged, difference="differs from the model's. Check memory and disk.")
+    with claimed(output, overwrite, source.folder) as path:
+        observe(f"reading {model}")
+        digests, report = read_checked(source)
+        with converted(source, path, convert, settings=settings, verb="exporting", observe=observe) as work:
+            zeros = 0
+            for file, target in zip(source.files, source.targets(), strict=True):
+                for key in (key for key in read_headers(file) if key in layers):
+                    weight = read_stored(TensorLocation(file, key))
+                    zeros += _check_written(work / target, key, quantize(key, weight), weight=weight, scheme=schemes[key])
+            copy_files(source, work)
+            config = _quantization_config({layers[key]: scheme for key, scheme in schemes.items()}, ignored)
+            write_config(work, with_member(read_config_text(source.folder), "quantization_config", config))
+            if (source.folder / CARD).is_file():
+                _write_card(work / CARD, (source.folder / CARD).read_text(encoding="utf-8"))
+            unchanged = {key: digest.to_dict() for key, digest in digests.items() if key not in layers}
+            finish(work, report, unchanged, difference="differs from the model's. Check memory and disk.")
     before, after = (sum(x.stat().st_size for x in files) for files in (source.files, [path / x for x in source.targets()]))
     return Exported(str(output), len(layers), before, after, zeros, tuple(dict.fromkeys(schemes.values())))
 
@@ -241,30 +238,11 @@ def _stored(key: str, quantized: Quantized, scheme: Scheme, dtype: torch.dtype) 
     }
 
 
-def pack_integers(integers: Tensor, num_bits: int) -> Tensor:
-    """Pack (out, in) integers, plus 2^(num_bits - 1), into (out, ceil(in · num_bits / 32)) int32, lowest bits first."""
-    unsigned = (integers.int() + 2 ** (num_bits - 1)).to(torch.uint8)
-    unsigned = pad(unsigned, (0, -unsigned.shape[1] % (32 // num_bits)))
-    if num_bits == 4:
-        unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
-    words: Tensor = unsigned.contiguous().view(torch.int32)
-    return words
-
-
-def unpack_integers(words: Tensor, num_bits: int, columns: int) -> Tensor:
-    """Unpack what `pack_integers` packed: (out, columns) int8."""
-    unsigned = words.contiguous().view(torch.uint8)
-    if num_bits == 4:
-        unsigned = torch.stack([unsigned & 15, unsigned >> 4], 2).flatten(1)
-    integers: Tensor = (unsigned[:, :columns].int() - 2 ** (num_bits - 1)).to(torch.int8)
-    return integers
-
-
 def _check_written(file: Path, key: str, quantized: Quantized, *, weight: Tensor, scheme: Scheme) -> int:
     """Read a layer back, compare it with what it was made from, and count its zeros. Raises VerificationFailed."""
     packed, scale, shape = (read_stored(TensorLocation(file, f"{key}_{part}")) for part in ("packed", "scale", "shape"))
     integers = unpack_integers(packed, scheme.num_bits, weight.shape[1])
-    dense = (integers.float() * expand_groups(scale.float(), scheme.group_size, weight.shape[1])).to(weight.dtype)
+    dense = decoded(integers, scale)
     if shape.tolist() != list(weight.shape) or not torch.equal(dense, quantized.to_dense().to(weight.dtype)):
         raise VerificationFailed(f"{key} differs from the model's after writing. Check memory and disk.", (key,))
     return int((integers == 0).sum())
@@ -285,8 +263,8 @@ def _quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) 
         for number, (scheme, paths) in enumerate(targets.items())
     }
     return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "quant_method": METHOD,
+        "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignored),

@@ -27,6 +27,11 @@ class Output:
     digests: SavedDigests
     content: Mapping[str, Any]
 
+    def repeats(self, other: Output) -> bool:
+        """Whether `pack` or `export` made this output from another one: its report has all of the other's but digests."""
+        own = ("files", "digests", "packing")
+        return all(self.content.get(name) == value for name, value in other.content.items() if name not in own)
+
     def changed_files(self) -> list[str]:
         """Return the files, including the report, that exist and differ from what the run wrote."""
         present = [name for name in self.report.files if name != REPORT and (self.folder / name).is_file()]

@@ -17,9 +17,10 @@ from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import parts_of
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
-from sparsellm.checkpoints.tensor_index import TensorDigest
-from sparsellm.errors import InvalidSetting
+from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
+from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.runs.differences import raise_if_any, tensor_differences
 from sparsellm.runs.outputs import read_finished
 from sparsellm.runs.records import ANEW, REPORT
 from sparsellm.runtime.memory import human_bytes
@@ -202,6 +203,36 @@ def matrix_sizes(files: Sequence[Path], digests: Mapping[str, TensorDigest], *, 
             dense = digest.dtype, digest.zeros, negative, digest.nbytes
             sizes.append(MatrixSize(name, digest.shape, *dense, size, packed=bool(parts), value_bits=bits))
     return tuple(sorted(sizes, key=lambda matrix: matrix.name))
+
+
+def read_checked(source: Source) -> tuple[dict[str, TensorDigest], dict[str, Any]]:
+    """Read all tensors of a model that something else is made from, and check that they are those that its run wrote.
+
+    Returns:
+        Their digests and zeros, by stored name; and the report of `report_of`.
+
+    Raises:
+        BadCheckpoint: A file is damaged, or a tensor holds NaN or infinity.
+        VerificationFailed: A tensor was changed since the run that pruned the model.
+    """
+    digests = read_digests(source)
+    report = report_of(source, digests)
+    if "digests" in report:
+        raise_if_any(source.name, tensor_differences(report["digests"].get("tensors", {}), digests))
+    return digests, report
+
+
+def read_digests(source: Source) -> dict[str, TensorDigest]:
+    """Read all tensors of a model: their digests and zeros. Raises BadCheckpoint for NaN or infinity."""
+    digests: dict[str, TensorDigest] = {}
+    for file in source.files:
+        try:
+            digests |= tensor_digests(file)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{source.name}: {error}") from None
+    if bad := [name for name, digest in digests.items() if not digest.finite]:
+        raise BadCheckpoint(f"{source.name} holds NaN or infinity in {bad[0]}. Get a sound copy of the checkpoint.")
+    return digests
 
 
 def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,19 +13,19 @@ from sparsellm.checkpoints.documents import read_config_text, with_member, witho
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, is_packed, metadata_of
-from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored, tensor_digests
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
+from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored
+from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.runs.conversion import Observe, converted, finish
+from sparsellm.runs.differences import shape_difference
 from sparsellm.runs.export import check_output, claimed, is_finished
 from sparsellm.runs.outputs import read_output
 from sparsellm.runs.packed_card import dense_card, packed_card
-from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, report_of
+from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, read_checked, report_of
 from sparsellm.runs.packed_values import Values, check_plain, values_of
 from sparsellm.runs.quantization_file import stamp, stored_scales, write_scales
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import CARD
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.verification import raise_if_any, shape_difference, tensor_differences
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.sparse.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 
@@ -136,9 +135,7 @@ def pack(
     with claimed(packed, overwrite, source.folder) as path:
         quantized = values_of(source, values, group_size)
         observe(f"reading {model}")
-        digests = _read_digests(source)
-        report = report_of(source, digests)
-        raise_if_any(model, _differences(report, digests))
+        digests, report = read_checked(source)
         if not allow_dense and not quantized:
             _check_zeros(source, digests, positive_zeros)
         packing = _Form(archive, allow_dense, positive_zeros, quantized, digests, source.vocabulary)
@@ -240,35 +237,14 @@ def packed_outputs(outputs: Mapping[Path, Recipe | RecoveryRecipe], *, resume: b
 
 
 def _is_packed_from(target: Path, output: Path) -> bool:
-    """Whether a finished packed model is of the run that wrote a finished output: it repeats the report."""
-    if not is_finished(output):
-        return False
-    report, repeated = (read_output(folder.expanduser()).content for folder in (output, target))
-    return all(repeated.get(name) == value for name, value in report.items() if name not in ("files", "digests"))
+    """Whether a finished packed model is of the run that wrote a finished output."""
+    return is_finished(output) and read_output(target.expanduser()).repeats(read_output(output.expanduser()))
 
 
 def _check_configured(source: Source) -> None:
     """Raise BadCheckpoint for tensors of other shapes than config.json calls for, if transformers has the model."""
     with suppress(UnsupportedModel):
         open_checkpoint(source.name, packed=True)
-
-
-def _read_digests(source: Source) -> dict[str, TensorDigest]:
-    """Read all tensors of a model: their digests and zeros. Raises BadCheckpoint for NaN or infinity."""
-    digests: dict[str, TensorDigest] = {}
-    for file in source.files:
-        try:
-            digests |= tensor_digests(file)
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"{source.name}: {error}") from None
-    if bad := [name for name, digest in digests.items() if not digest.finite]:
-        raise BadCheckpoint(f"{source.name} holds NaN or infinity in {bad[0]}. Get a sound copy of the checkpoint.")
-    return digests
-
-
-def _differences(report: Mapping[str, Any], digests: Mapping[str, TensorDigest]) -> list[str]:
-    """Return how the tensors of a model differ from those in its report, if that has any."""
-    return tensor_differences(report["digests"].get("tensors", {}), digests) if "digests" in report else []
 
 
 def _removed(digest: TensorDigest, positive_zeros: bool) -> int:

@@ -17,9 +17,11 @@ from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare, la
 from sparsellm.checkpoints.headers import locate_all, read_headers
 from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.data.json_files import finite
-from sparsellm.errors import BadCheckpoint, VerificationFailed, first_line, plural
+from sparsellm.errors import BadCheckpoint, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
+from sparsellm.runs.differences import raise_if_any, shape_difference, tensor_differences
+from sparsellm.runs.exported import export_differences, is_exported_from
 from sparsellm.runs.loading import open_source
 from sparsellm.runs.outputs import Output, read_finished
 from sparsellm.runs.quantization_file import quantized_tensors
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
 LOADED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py")
 """Suffixes of files that can affect what is loaded from a folder."""
 
-SHOWN = 5
-"""Number of differences that a message names; all are in the error's `differences`."""
-
 
 @dataclass(frozen=True, repr=False)
 class Verification(Summarized):
@@ -45,6 +44,7 @@ class Verification(Summarized):
         against: Dense model that all other tensors were compared with, if any.
         changed: Number of other tensors that the run changed, which are not compared with the dense model's.
         converted: Dtype in which tensors equal the dense model's that have another dtype there; empty if there are none.
+        rounded: Number of layers of an export that equal those of `against`, from which it was made, after rounding.
     """
 
     output: str
@@ -54,6 +54,7 @@ class Verification(Summarized):
     against: str | None = None
     changed: int = 0
     converted: str = ""
+    rounded: int = 0
 
     def summary(self) -> dict[str, str]:
         """What was verified, in three lines."""
@@ -65,6 +66,9 @@ class Verification(Summarized):
 
     def compared(self) -> str:
         """How the tensors that the run did not change compare with the dense model's."""
+        if self.rounded:
+            name = PurePath(self.against or "").name
+            return f"{plural(self.rounded, 'layer')} equal those of {name} rounded to integers, all other tensors bit by bit"
         verb = "rounding" if "16" in self.converted else "conversion"
         after = f" after {verb} to {self.converted}" if self.converted else ""
         return f"all other tensors equal those of {PurePath(self.against or '').name}{after}"
@@ -90,7 +94,8 @@ def verify(
         output: Folder that a run wrote.
         against: The dense model: a folder, a hub name, "demo:opt", or a model in memory. Both must have the same tensors, and
             those that the run did not change must have the same bytes; or, if the report says that the run changed the dtype,
-            equal values after rounding to it.
+            equal values after rounding to it. Of an export, also the pruned model that it was made from: every layer with
+            integers must be that of the model, rounded, and all other tensors must have the same bytes.
         trust_remote_code: Run the Python code that comes with the output.
         architecture: YAML file that describes the model's architecture.
 
@@ -109,7 +114,7 @@ def verify(
     differences = unreadable or tensor_differences(finished.digests.tensors, tensors)
     raise_if_any(output, [*differences, *_file_differences(finished)])
     model = open_source(folder, architecture, trusted=trust_remote_code, packed=True).skeleton()
-    dense, dense_tensors = None, None
+    dense, dense_tensors, rounded = None, None, 0
     if against is not None:
         dense = open_source(against, architecture, trusted=trust_remote_code, packed=True)
         dense_tensors = Tensors(dense.folder, dense.skeleton())
@@ -117,13 +122,17 @@ def verify(
     if total != len(layers):
         raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"])
     written = Tensors(folder, model)
+    if dense is not None and dense_tensors is not None and is_exported_from(finished, dense.folder, written):
+        differences, rounded = export_differences(written, dense_tensors, dense.name)
+        raise_if_any(output, differences)
+        dense_tensors = None
     differences, converted = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
     if converted and not report.dtype_changed:
         differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
     raise_if_any(output, differences)
     counts = len(report.files), len(tensors), len(layers)
     dtype = written.dtype(converted[0]) if converted else ""
-    return Verification(str(output), *counts, dense.name if dense else None, len(report.changed_parameters), dtype)
+    return Verification(str(output), *counts, dense.name if dense else None, len(report.changed_parameters), dtype, rounded)
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:
@@ -175,17 +184,6 @@ def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     return data | {"digests": digests}
 
 
-def raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
-    """Raise VerificationFailed if there are differences, with their number and the first of them."""
-    if not differences:
-        return
-    rest = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    raise VerificationFailed(
-        f"{output} is not what the run made, {plural(len(differences), 'difference')}: {'; '.join(differences[:SHOWN])}{rest}.",
-        tuple(differences),
-    )
-
-
 def _digests_in(folder: Path, names: Sequence[str]) -> tuple[dict[str, TensorDigest], list[str]]:
     """Digests of the tensors in the safetensors files among these, and the reasons why files cannot be read."""
     digests: dict[str, TensorDigest] = {}
@@ -208,31 +206,6 @@ def _shape_differences(folder: Path, names: Sequence[str], recorded: Mapping[str
             packed = locate_all(file)[1]
             differences += [shape_difference(key, headers[key].shape, recorded) for key in headers if key in packed]
     return [difference for difference in differences if difference]
-
-
-def shape_difference(key: str, shape: Sequence[int], recorded: Mapping[str, Any]) -> str:
-    """How a tensor's shape differs from that in a report, if it has one; empty if it does not."""
-    record = recorded.get(key)
-    if record is None or list(shape) == record.get("shape"):
-        return ""
-    return f"{key} has the shape {list(shape)} where the report says {record.get('shape')}"
-
-
-def tensor_differences(recorded: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> list[str]:
-    """Differences between the tensors in an output's files and those in its report."""
-    differences = [f"the tensor {key} is missing" for key in recorded if key not in tensors]
-    differences += [f"the tensor {key} was not written by the run" for key in tensors if key not in recorded]
-    for key in (key for key in tensors if key in recorded):
-        tensor, record = tensors[key], recorded[key]
-        if not tensor.finite:
-            differences.append(f"{key} holds NaN or infinity")
-        elif tensor.dtype != record.get("dtype"):
-            differences.append(f"{key} is {tensor.dtype} where the report says {record.get('dtype')}")
-        elif difference := shape_difference(key, tensor.shape, recorded):
-            differences.append(difference)
-        elif tensor.digest != record.get("digest"):
-            differences.append(f"the values of {key} were changed since")
-    return differences
 
 
 def _file_differences(output: Output) -> list[str]:

@@ -1,0 +1,78 @@
+"""An export beside the pruned model that it was made from: its weights are the model's, rounded as was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sparsellm.checkpoints.comparison import Tensors, compare
+from sparsellm.checkpoints.exported_files import ExportedEntry
+from sparsellm.checkpoints.headers import packed_entry
+from sparsellm.checkpoints.tensor_index import locations_of
+from sparsellm.runs.outputs import Output, read_output
+from sparsellm.runs.quantization_file import quantized_tensors
+from sparsellm.runs.records import REPORT
+from sparsellm.solvers.quantization import Quantized, round_to_nearest
+
+MAX_GROUP = 128
+"""Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""
+
+
+def rounded_to_export(weight: torch.Tensor, bits: int) -> Quantized:
+    """Round a weight, (out, in), that has no scales: to int8 by rows, to int4 by groups of `MAX_GROUP` columns."""
+    return round_to_nearest(weight, bits, 0 if bits == 8 else MAX_GROUP)
+
+
+def exported_weights(tensors: Tensors) -> dict[str, ExportedEntry]:
+    """The weights of an export that are integers, by their names in the model; empty for any other checkpoint."""
+    found = {}
+    for name, stored in tensors.files.items():
+        for location in locations_of(stored):
+            entry = packed_entry(location.file, location.key) if location.file.suffix == ".safetensors" else None
+            if isinstance(entry, ExportedEntry):
+                found[name] = entry
+    return found
+
+
+def is_exported_from(output: Output, folder: Path | None, tensors: Tensors) -> bool:
+    """Whether an output is an export, and a folder holds the model that it was made from and not the dense model.
+
+    A model without a report was pruned by other software, and so its export lists no layers.
+    """
+    if not exported_weights(tensors):
+        return False
+    if folder is None or not (folder / REPORT).is_file():
+        return not output.report.layers
+    return output.repeats(read_output(folder))
+
+
+def export_differences(tensors: Tensors, model: Tensors, name: str) -> tuple[list[str], int]:
+    """Differences of an export from the model that it was made from, and the number of its layers with integers.
+
+    Integers and scales of the model are compared as they are; any other weight after it is rounded as `export` does.
+    """
+    entries, exact, differences = exported_weights(tensors), quantized_tensors(model), []
+    names = {model.one_name(key): key for key in model.files}
+    for key, entry in entries.items():
+        there = names.get(tensors.one_name(key))
+        if there is None:
+            continue  # `compare` has it
+        weight, decoded = model[there], tensors[key]
+        if weight.shape != decoded.shape:
+            differences.append(f"{key} has the shape {list(decoded.shape)}, and in {name} {list(weight.shape)}")
+        elif bool(decoded[weight == 0].any()):
+            differences.append(f"{key} has other numbers than 0 where it is 0 in {name}")
+        elif not torch.equal(decoded, weight if there in exact else _rounded(weight, entry.bits or 0)):
+            verb = "has other values than" if there in exact else f"is not rounded to int{entry.bits} from that of"
+            differences.append(f"{key} {verb} {name}")
+    comparison = compare(tensors, model)
+    different = [key for key in (*comparison.changed, *comparison.converted) if key not in entries]
+    differences += [f"{key} has other values than in {name}" for key in different]
+    differences += [f"{key} is not in {name}" for key in comparison.only_here]
+    return differences + [f"{key} of {name} is missing" for key in comparison.only_there], len(entries)
+
+
+def _rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """A weight rounded as `export` rounds it, in its dtype."""
+    return rounded_to_export(weight, bits).to_dense().to(weight.dtype)
