@@ -297,7 +297,22 @@ def test_a_training_that_wins_nothing_is_told(
     best = min(point["held_out"] for point in training["curve"][1:])
     told = f"no step lowered the held-out loss, {training['before']:.4g} before and at best {best:.4g} after"
     assert told in " ".join(ran.stderr.split())
+    assert "The learning rate was at its height after 2 of 20 steps, the loss " in ran.stderr
+    assert "Pass more --steps, by default 1200, or train less with --train norms" in " ".join(ran.stderr.split())
     assert (out / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
+    nothing = "othing was recovered from llama: none of 20 gradient steps over the whole model lowered the held-out loss"
+    assert f"{loud['llama']}: N{nothing}" in ran.stdout
+    assert f"No step lowered the held-out loss, {training['before']:.4g}: training changed nothing." in ran.stdout.splitlines()
+    card = " ".join((out / "README.md").read_text().split())
+    in_output = nothing.replace("from llama", "from llama (2)")  # without its folder, and unlike the dense model's
+    assert f"n{in_output}. " in card
+    page, plots = report_page(out)
+    assert f"was pruned. N{in_output}: " in page
+    assert "; nothing was recovered; verified when written." in page
+    assert "pruned, nothing recovered</title>" in page
+    assert next(x for x in plots if x.name == "training").text.endswith("No step lowered it: these weights are unchanged.")
+    for said in (ran.stdout, card, page):
+        assert "recovered from llama by" not in said
     lines = [re.split(r"  +", line.strip()) for line in ran.stdout.splitlines()]
     (row,) = (line for line in lines if len(line) == 6 and line[0] != "text")
     head = lines[lines.index(row) - 1]

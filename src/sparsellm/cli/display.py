@@ -12,7 +12,7 @@ from rich.console import Console
 from sparsellm.cli.console import print_line, show, table
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
-from sparsellm.reports.measures import figure_of
+from sparsellm.reports.measures import capitalized, figure_of
 from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
@@ -23,6 +23,7 @@ from sparsellm.runs.records import SavedReport
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.result_records import SavedGradual
+from sparsellm.runs.training_outcome import changed_nothing, describe_losses, describe_outcome, trainings
 from sparsellm.runtime.memory import human_bytes
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
@@ -42,7 +43,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     """Print the results of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
     gradual = SavedGradual.model_validate(report.gradual) if report.gradual else None
-    described = gradual.describe(report.recipe) if gradual else report.recipe.describe()
+    described = gradual.describe(report.recipe) if gradual else describe_outcome(report.recipe, report)
+    described = capitalized(described) if changed_nothing(trainings(report)) else described
     print_line(console, f"{report.recipe.model}: {described}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
     if bits := report.totals().get("bits_of_pruned_layers"):
@@ -51,8 +53,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     if report.coverage and (coverage := report.coverage.describe()):
         print_line(console, coverage)
     last = "recovered" if report.pruned else "pruned"
-    if training := report.recovered:
-        print_line(console, f"Held-out loss: {training.before:.4g} before training, {training.after:.4g} after it.")
+    if report.recovered and (losses := describe_losses(report.recovered)):
+        print_line(console, losses)
     if report.perplexity:
         head = ["text", *(f"{when} perplexity" for when in dict.fromkeys(("dense", "pruned", last))), "change"]
         head += ["by the recovery"] if report.pruned else []

@@ -24,7 +24,7 @@ from sparsellm.reports.commands import (
 from sparsellm.reports.compare import Comparison, results_folder
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
-from sparsellm.reports.measures import Figure, error_legend, evaluations, headlines, spoken
+from sparsellm.reports.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
 from sparsellm.reports.ranking import claim, rank
 from sparsellm.reports.run_plots import at_bound, run_plots
 from sparsellm.reports.speed_plots import LEGEND, speed_plot, speed_tables
@@ -38,6 +38,7 @@ from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import REPORT, SavedReport, read_record
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, trainings
 from sparsellm.solvers.patterns import NM
 
 
@@ -139,6 +140,8 @@ def verdict(report: SavedReport, verified: bool) -> str:
             part += f" ({', '.join(filter(None, (earlier.short, earlier.change_text)))} before the recovery"
             part += f"; by the recovery {by})" if (by := figure.against(earlier)) else ")"
         parts.append(part)
+    if "pruned" in report.recipe and not report.gradual and changed_nothing(trainings(report)):
+        parts.append("nothing was recovered")
     parts += [] if figures else ["perplexity not measured"]
     return "; ".join([*parts, "verified when written" if verified else "not verified"]) + "."
 
@@ -163,7 +166,10 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
     recipe = validated(RecoveryRecipe, report.recipe) if recovery else validated(Recipe, report.recipe)
     outcome = "recovered" if recovery else "pruned"
-    described = report.gradual.describe(recipe) if report.gradual else recipe.describe()
+    described = report.gradual.describe(recipe) if report.gradual else describe_outcome(recipe, report)
+    nothing = recovery and changed_nothing(trainings(report)) and not report.gradual
+    if recovery:
+        described = f". {capitalized(described)}" if nothing else f" and {described}"
     before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)
     measured = [
         [
@@ -177,9 +183,9 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     bench = report.packing.bench if report.packing else None
     tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
     return {
-        "title": f"{name}: {Path(recipe.model).name} {outcome}",
+        "title": f"{name}: {Path(recipe.model).name} {'pruned, nothing recovered' if nothing else outcome}",
         "verdict": [verdict(report, verified)],
-        "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {described}: {totals.pruned_layers} layers. "
+        "lead": f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
         + (f" {report.packing.describe()}" if report.packing else ""),
         "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),

@@ -30,6 +30,7 @@ def training_curves(report: SavedReport) -> Plot | None:
         for name, training in trainings.items()
         for point in training.curve
     ]
+    unchanged = [name for name, x in trainings.items() if not x.steps]
     ratios = [x.after / x.before for x in trainings.values() if x.before]
     of = "the whole model" if report.recovered else plural(len(report.blocks), "block")
     of += f" in {plural(len(report.gradual.stages), 'stage')}" if report.gradual else ""
@@ -37,6 +38,9 @@ def training_curves(report: SavedReport) -> Plot | None:
         f"Training of {of}: the held-out loss of the state that was kept is{' on average' if len(ratios) > 1 else ''} "
         f"{sum(ratios) / max(len(ratios), 1):.3g} times the one before."
     )
+    if unchanged:
+        none = "No step lowered it" + (f" for {', '.join(unchanged)}" if len(unchanged) < len(trainings) else "")
+        text += f" {none}: these weights are unchanged."
     figure = new_figure(WIDTH, 3.0)
     axes = figure.subplots()
     for number, (name, training) in enumerate(trainings.items()):

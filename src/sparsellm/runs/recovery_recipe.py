@@ -52,7 +52,12 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
     @property
     def resolved_steps(self) -> int:
         """Number of gradient steps, for each block or for the whole model."""
-        return self.steps or SCOPE_STEPS[self.scope]
+        return self.steps or self.default_steps(self.scope)
+
+    @staticmethod
+    def default_steps(scope: str) -> int:
+        """Number of gradient steps of a scope, if none is given."""
+        return SCOPE_STEPS[scope]
 
     @property
     def calibration_written(self) -> int:
@@ -69,7 +74,11 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
         return self.written if self.scope == "model" else None
 
     def describe(self) -> str:
+        return f"recovered from {PurePath(self.pruned).name} by {self.describe_steps()}"
+
+    def describe_steps(self) -> str:
+        """Describe the training in part of a sentence."""
         trained = "each block" if self.scope == "block" else "the whole model"
         of = {"full": "", "lora": f" by LoRA of rank {self.lora_rank}", "norms": "'s norms and biases"}[self.train]
         on = {"kl": "", "hidden": ", toward the hidden states", "text": ", on text"}[self.resolved_loss if self.loss else "kl"]
-        return f"recovered from {PurePath(self.pruned).name} by {self.resolved_steps} gradient steps over {trained}{of}{on}"
+        return f"{self.resolved_steps} gradient steps over {trained}{of}{on}"

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from sparsellm.checkpoints.files import Origin
 from sparsellm.data.json_files import strict_json
+from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy, LayerCosts, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
@@ -21,6 +22,7 @@ from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.records import layer_frame
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.result_records import SavedGradual
+from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, trainings
 from sparsellm.solvers.statistics import TokenCount
 
 if TYPE_CHECKING:
@@ -106,6 +108,11 @@ class Report(Summarized):
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / count if count else 0.0
 
+    @property
+    def recovered_nothing(self) -> bool:
+        """Whether this is a recovery of which no step lowered a loss: the weights are those of the pruned checkpoint."""
+        return isinstance(self.recipe, RecoveryRecipe) and changed_nothing(trainings(self))
+
     def add_before(self, perplexity: Mapping[str, Perplexity]) -> None:
         """Record the perplexity, by text, of the pruned checkpoint that a recovery starts from."""
         if self.pruned is not None:
@@ -157,7 +164,8 @@ class Report(Summarized):
 
     def summary(self) -> dict[str, str]:
         """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
-        totals, how = self.totals(), "pruned and" if isinstance(self.recipe, RecoveryRecipe) else "pruned by"
+        totals, how = self.totals(), "pruned and " if isinstance(self.recipe, RecoveryRecipe) else "pruned by "
+        how = "pruned; " if self.recovered_nothing else how
         bits = f", {totals['bits_of_pruned_layers']:.3f} bits a weight" if "bits_of_pruned_layers" in totals else ""
         measured = (
             f"{' → '.join(map(plus_minus, self.in_order(text)))}{f' ({change})' if (change := self.change(text)) else ''} "
@@ -165,7 +173,7 @@ class Report(Summarized):
             for text in self.perplexity
         )
         return {
-            "model": f"{PurePath(self.recipe.model).name}, {how} {self.recipe.describe()}",
+            "model": f"{PurePath(self.recipe.model).name}, {how}{describe_outcome(self.recipe, self)}",
             "sparsity": f"{100 * self.sparsity:.2f} % of the weights in {totals['pruned_layers']} pruned layers, "
             f"{100 * totals['sparsity_of_model']:.2f} % of the model{bits}",
             "perplexity": "; ".join(measured) or "not measured",
@@ -198,6 +206,10 @@ class Report(Summarized):
             in_all = len(names) == len(self.blocks) > 2
             yield from (f"{name}: {note}" for name in ([f"{names[0]} to {names[-1]}"] if in_all else names))
         if isinstance(self.recipe, RecoveryRecipe):
+            if unchanged := [x.name for x in self.blocks if x.refined and x.refined.curve and not x.refined.steps]:
+                count = f"{len(unchanged)} of {plural(len(self.blocks), 'block')}, {unchanged[0]} first"
+                advice = "Use more text, with more `samples`, or more `steps`"
+                yield f"no step lowered the held-out loss of {count}: the weights there are unchanged. {advice}"
             return  # recovery chooses no zeros
         if raised := [x for x in self.layers if x.damping is not None and x.damping != damping]:
             highest = max(raised, key=lambda layer: layer.damping or 0)
@@ -265,6 +277,7 @@ class Report(Summarized):
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
             previous=yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else "",
             gradual=gradual,
+            described=gradual.describe(recipe) if gradual else describe_outcome(recipe, self),
             stages=gradual and gradual.table(),
         )
 

@@ -64,6 +64,7 @@ class SavedTraining(Record):
     before: Number
     after: Number
     steps: Index
+    note: str = ""
     curve: list[SavedValidation] = []
 
 
@@ -74,6 +75,11 @@ class SavedStage(Record):
     perplexity: dict[str, dict[str, SavedFigure]] = {}
     training: dict[str, SavedTraining] = {}
     seconds: Finite = 0.0
+
+    @property
+    def recovered_nothing(self) -> bool:
+        """Whether no step of its trainings lowered a loss, so that the recovery left the weights unchanged."""
+        return bool(self.training) and not any(training.steps for training in self.training.values())
 
 
 class SavedGradual(Record):
@@ -94,7 +100,9 @@ class SavedGradual(Record):
         last = recipe.model_copy(update={"pruned": self.pruned})
         count, reached = len(self.stages), self.stages[-1].sparsity
         stages = "one stage" if count == 1 else f"each of {plural(count, 'stage')}"
-        return f"{last.describe()}, after {stages} of pruning from {self.start} to {reached}"
+        none = [stage.sparsity for stage in self.stages if stage.recovered_nothing]
+        text = f"{last.describe()}, after {stages} of pruning from {self.start} to {reached}"
+        return text + (f"; nothing was recovered at {', '.join(none)}" if none else "")
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Head and lines of a table of the perplexities of each stage, by text; no lines if none was measured."""

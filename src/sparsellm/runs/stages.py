@@ -51,6 +51,7 @@ from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.training import model_step, model_written, trains_outside
+from sparsellm.runs.training_outcome import why_unchanged
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import count_zeros
 
@@ -140,9 +141,7 @@ def _train(
     if result.note:
         add_note(f"{TRAINING}: {result.note}", report, observer)
     elif result.steps == 0 and result.curve:
-        best = min(point.held_out for point in result.curve[1:])
-        message = f"no step lowered the held-out loss, {result.before:.4g} before and at best {best:.4g} after"
-        add_note(f"{TRAINING}: {message}: the weights are unchanged. Use more text or more steps", report, observer)
+        add_note(f"{TRAINING}: {why_unchanged(result, report.recipe)}", report, observer)
     report.recovered = result
 
 

@@ -1,0 +1,107 @@
+"""What the trainings of a run did: the description of a recovery says no more than happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Protocol
+
+from sparsellm.errors import plural
+from sparsellm.runs.records import WHOLE_MODEL
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
+
+if TYPE_CHECKING:
+    from sparsellm.runs.recipe import RunRecipe
+
+
+class Point(Protocol):
+    """A validation: a `CurvePoint`, or a `SavedValidation`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def held_out(self) -> float: ...
+
+
+class Training(Protocol):
+    """A `TrainingResult`, or a `SavedTraining`."""
+
+    @property
+    def before(self) -> float: ...
+    @property
+    def after(self) -> float: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def curve(self) -> Sequence[Point]: ...
+
+
+class TrainedBlock(Protocol):
+    """A `BlockResult`, or a `SavedBlock`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def refined(self) -> Training | None: ...
+
+
+class Trained(Protocol):
+    """A `Report`, or a `SavedReport`."""
+
+    @property
+    def recovered(self) -> Training | None: ...
+    @property
+    def blocks(self) -> Sequence[TrainedBlock]: ...
+
+
+def trainings(report: Trained) -> dict[str, Training]:
+    """The trainings of a run, of the whole model or of blocks, by their names."""
+    found = {WHOLE_MODEL: report.recovered} | {f"block {block.index}": block.refined for block in report.blocks}
+    return {name: training for name, training in found.items() if training is not None}
+
+
+def changed_nothing(found: Mapping[str, Training]) -> bool:
+    """Whether trainings were tried, and none of them has a step that lowered its loss: the weights are unchanged."""
+    return bool(found) and not any(training.steps for training in found.values())
+
+
+def describe_outcome(recipe: RunRecipe, report: Trained) -> str:
+    """Describe a run in one line, as its recipe does; a recovery by what it did."""
+    found = trainings(report)
+    if not isinstance(recipe, RecoveryRecipe) or not found:
+        return recipe.describe()
+    if changed_nothing(found):
+        none = f"none of {recipe.describe_steps()} lowered the held-out loss"
+        return f"nothing was recovered from {PurePath(recipe.pruned).name}: {none}"
+    unchanged = sum(not training.steps for training in found.values())
+    kept = f", {unchanged} of {plural(len(found), 'block')} unchanged, since no step lowered the loss" if unchanged else ""
+    return recipe.describe() + kept
+
+
+def describe_losses(training: Training) -> str:
+    """The held-out loss before and after the training of the whole model, in a sentence; empty if there was no training."""
+    if not training.curve:
+        return ""
+    if not training.steps:
+        return f"No step lowered the held-out loss, {training.before:.4g}: training changed nothing."
+    last = training.curve[-1].step
+    steps = f"{training.steps} of {last}" if training.steps < last else str(last)
+    return f"Held-out loss: {training.before:.4g} before training, {training.after:.4g} after step {steps}, which is kept."
+
+
+def why_unchanged(training: Training, recipe: RunRecipe) -> str:
+    """Why no step of a training of the whole model lowered its loss, and what to change."""
+    _, first, *_ = training.curve
+    best = min(point.held_out for point in training.curve[1:])
+    losses = f"{training.before:.4g} before and at best {best:.4g} after"
+    message = f"no step lowered the held-out loss, {losses}: the weights are unchanged"
+    if not isinstance(recipe, RecoveryRecipe):
+        return f"{message}. Use more `samples`"
+    default = type(recipe).default_steps(recipe.scope)
+    if first.held_out > training.before and recipe.resolved_steps < default:
+        less = "" if recipe.train == "norms" else ", or train less with `train='norms'`"
+        return (
+            f"{message}. The learning rate was at its height after {first.step} of {recipe.resolved_steps} steps, the loss "
+            f"{first.held_out:.4g}, and too few steps with a low rate followed. Pass more `steps`, by default {default}{less}"
+        )
+    return f"{message}. Use more text, with more `samples`, or more `steps`"

@@ -1,0 +1,90 @@
+"""What is said of trainings: no more than they did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.report import Report
+from sparsellm.runs.result_records import SavedGradual
+from sparsellm.runs.training_outcome import describe_losses, describe_outcome, why_unchanged
+
+UNTRAINED = TrainingResult(0.0, 0.0, 0, "not refined: there is only one group of sequences, and none can be held out")
+
+
+def trained(*losses: float, steps: int = 30) -> TrainingResult:
+    """A training with these held-out losses, evenly spaced."""
+    curve = [CurvePoint(number * steps // (len(losses) - 1), None, loss) for number, loss in enumerate(losses)]
+    best = min(curve, key=lambda point: point.held_out)
+    return TrainingResult(losses[0], best.held_out, best.step, curve=tuple(curve))
+
+
+RISEN, FALLEN, TURNED = trained(0.029, 0.06, 0.054), trained(0.029, 0.03, 0.02), trained(0.029, 0.02, 0.03)
+
+
+def recovery(tmp_path: Path, **settings: Any) -> RecoveryRecipe:
+    """The recipe of a recovery of 30 steps."""
+    return RecoveryRecipe(model="m", pruned=str(tmp_path / "p50"), calibration="demo", **{"steps": 30} | settings)
+
+
+def report_of(recipe: Recipe | RecoveryRecipe, *refined: TrainingResult, recovered: TrainingResult | None = None) -> Report:
+    """A report with these trainings of the blocks and of the whole model."""
+    blocks = [BlockResult(number, f"b.{number}", (), (), 0.0, refined=x) for number, x in enumerate(refined)]
+    return Report(recipe, blocks=blocks, recovered=recovered)
+
+
+def test_a_recovery_is_described_by_what_it_did(tmp_path: Path) -> None:
+    """0.029 before 30 steps and 0.054 at best after them is no recovery, of the whole model and of blocks."""
+    recipe = recovery(tmp_path)
+    steps = "30 gradient steps over the whole model"
+    assert describe_outcome(recipe, report_of(recipe, recovered=FALLEN)) == f"recovered from p50 by {steps}"
+    none = f"nothing was recovered from p50: none of {steps} lowered the held-out loss"
+    for result in (RISEN, UNTRAINED):
+        report = report_of(recipe, recovered=result)
+        assert describe_outcome(recipe, report) == none
+        assert report.summary()["model"] == f"m, pruned; {none}"
+    assert report_of(recipe, recovered=FALLEN).summary()["model"].startswith("m, pruned and recovered from p50 by")
+    blocks = recovery(tmp_path, scope="block")
+    said = describe_outcome(blocks, report_of(blocks, RISEN, RISEN))
+    assert said == "nothing was recovered from p50: none of 30 gradient steps over each block lowered the held-out loss"
+    said = describe_outcome(blocks, report_of(blocks, RISEN, FALLEN, FALLEN))
+    assert said.endswith("over each block, 1 of 3 blocks unchanged, since no step lowered the loss")
+    (warning,) = report_of(blocks, RISEN, FALLEN).warnings(None)
+    assert warning.startswith("no step lowered the held-out loss of 1 of 2 blocks, b.0 first: the weights there are unchanged.")
+
+
+def test_the_losses_say_which_step_is_kept() -> None:
+    """The weights of 30 steps are not those of the best of them; without a training there are no losses."""
+    assert describe_losses(FALLEN) == "Held-out loss: 0.029 before training, 0.02 after step 30, which is kept."
+    assert describe_losses(TURNED) == "Held-out loss: 0.029 before training, 0.02 after step 15 of 30, which is kept."
+    assert describe_losses(RISEN) == "No step lowered the held-out loss, 0.029: training changed nothing."
+    assert describe_losses(UNTRAINED) == ""
+
+
+def test_the_reason_comes_with_the_option_to_change(tmp_path: Path) -> None:
+    """More steps where these are few; more text where they are not, and for a pruning that trains (`effort` best)."""
+    said = why_unchanged(RISEN, recovery(tmp_path))
+    assert said.startswith(
+        "no step lowered the held-out loss, 0.029 before and at best 0.054 after: the weights are unchanged."
+    )
+    assert "at its height after 15 of 30 steps, the loss 0.06, and too few steps with a low rate followed." in said
+    assert said.endswith("Pass more `steps`, by default 1200, or train less with `train='norms'`")
+    assert "train=" not in why_unchanged(RISEN, recovery(tmp_path, train="norms"))
+    assert "more `samples`, or more `steps`" in why_unchanged(trained(0.02, 0.03, steps=1200), recovery(tmp_path, steps=None))
+    best = Recipe(model="m", sparsity="50%", calibration="demo", effort="best")
+    assert why_unchanged(RISEN, best).endswith("unchanged. Use more `samples`")
+
+
+@pytest.mark.parametrize(("last", "told"), [(0, True), (12, False)])
+def test_a_stage_that_recovered_nothing_is_named(last: int, told: bool, tmp_path: Path) -> None:
+    """Of a gradual pruning."""
+    training = {"whole model": {"before": 0.1, "after": 0.1, "steps": 12}}
+    stages = [{"sparsity": "60%", "training": training}]
+    stages.append({"sparsity": "70%", "training": {"whole model": training["whole model"] | {"steps": last}}})
+    gradual = SavedGradual.model_validate({"pruned": "p50", "from": "50%", "to": "70%", "stages": stages})
+    assert gradual.describe(recovery(tmp_path)).endswith("; nothing was recovered at 70%") == told
