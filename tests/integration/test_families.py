@@ -271,7 +271,11 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
     recipe = read_recipe({"model": str(tmp_path), "method": method, "calibration": "given", "sparsity": "60%"})
     opened = open_model(recipe)
     ready = prepare(
-        opened, *make_plan(recipe, opened), report=Report(recipe), observer=lambda _: None, given=torch.cat(batches())
+        opened,
+        *make_plan(recipe, opened),
+        report=Report(recipe),
+        observer=lambda _: None,
+        given={"calibration": torch.cat(batches())},
     )
     planned = estimate(recipe, ready, choose_placement(recipe, ready, files=True), batch=ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())
@@ -289,7 +293,7 @@ def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
     recipe = read_recipe({"model": str(source), "batch_size": 2, **chosen})
     said: list[str] = []
     with work_directory(output) as work:
-        result = run(recipe, lambda event: said.append(str(event)), given=tokens, work=work)
+        result = run(recipe, lambda event: said.append(str(event)), given={"calibration": tokens}, work=work)
         assert any("read block by block" in told for told in said) == bool(settings.get("offload"))
         return result.save_pretrained(output)
 

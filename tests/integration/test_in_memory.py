@@ -152,7 +152,7 @@ def test_how_much_is_read() -> None:
         ({"input_ids": torch.rand(2, 4)}, r"must be integers of shape \(samples, length\), got \(2, 4\) torch.float32"),
         (IDS.unsqueeze(0), r"must be integers of shape \(samples, length\), got \(1, 3, 9\)"),
         (WINDOWS, "holds negative token ids. Mark padding by zeros in an `attention_mask`"),
-        ([torch.arange(4), torch.arange(1)], "Calibration sequence 2 has 1 tokens; at least 2 are needed"),
+        ([torch.arange(4), torch.arange(1)], "Sequence 2 has 1 tokens; at least 2 are needed"),
         ([torch.arange(4), "text"], "holds both token ids and other data"),
         (DataLoader(TensorDataset(IDS, MASK)), "entry 1, holds 2 tensors. Pass a dict with `input_ids` and `attention_mask`"),
         (datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})), r"has the splits 'train'.*data\['train'\]"),
@@ -297,3 +297,111 @@ def test_a_long_string_calibrates_or_is_shown_in_part(tiny: dict[str, Path], com
     assert done.exit_code == 1
     assert len(done.stderr) < 400
     assert [line for line in done.stderr.splitlines() if "words" in line] == done.stderr.splitlines()[-1:]
+
+
+# ---- test data
+
+TOKENS = torch.randint(3, 250, (4, 32), generator=torch.Generator().manual_seed(3))
+DOCUMENTS = [f"the weights of layer {n} stay where they are, and the rest of them are gone" for n in range(12)]
+CHATS = [chat(n) for n in range(6)]
+BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TOKENS,
+        TOKENS.numpy(),
+        list(TOKENS),
+        TOKENS.tolist(),
+        BATCH,
+        [BATCH],
+        datasets.Dataset.from_dict({"input_ids": TOKENS.tolist()}),
+        DataLoader(TensorDataset(TOKENS), batch_size=2),
+        (row for row in TOKENS),
+    ],
+    ids=["tensor", "array", "list of tensors", "lists", "batch", "batches", "data set", "data loader", "generator"],
+)
+def test_token_ids_are_measured_in_every_form(data: Any, tiny: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    found = sparsellm.evaluate(model, data)
+    measured = found.perplexity["given in memory"]
+    assert measured.value == sparsellm.perplexity(model, TOKENS).value
+    assert "on 4 sequences of 32 tokens, given in memory" in str(found)
+
+
+@pytest.mark.parametrize("form", ["list", "tuple", "string", "data set", "objects", "Path", "generator"])
+def test_texts_are_measured_in_every_form(form: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    """As the same documents in a file."""
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS), encoding="utf-8")
+    forms: dict[str, Any] = {
+        "list": DOCUMENTS,
+        "tuple": tuple(DOCUMENTS),
+        "string": "\n\n".join(DOCUMENTS),
+        "data set": datasets.Dataset.from_dict({"text": DOCUMENTS}),
+        "objects": [{"text": text} for text in DOCUMENTS],
+        "Path": file,
+        "generator": (text for text in DOCUMENTS),
+    }
+    settings: dict[str, Any] = {"sequence_length": 32}
+    expected = sparsellm.evaluate(str(tiny["llama"]), str(file), **settings).perplexity[str(file)]
+    (found,) = sparsellm.evaluate(str(tiny["llama"]), forms[form], **settings).perplexity.values()
+    assert (found.value, found.windows) == (expected.value, expected.windows)
+
+
+def test_chats_are_measured(chat_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": x}) + "\n" for x in CHATS), encoding="utf-8")
+    (expected,) = sparsellm.evaluate(str(chat_model), file).perplexity.values()
+    for data in (CHATS, [{"messages": x} for x in CHATS], datasets.Dataset.from_dict({"messages": CHATS})):
+        (found,) = sparsellm.evaluate(str(chat_model), data).perplexity.values()
+        assert (found.value, found.windows) == (expected.value, expected.windows)
+
+
+@pytest.mark.parametrize("data", [TOKENS, DOCUMENTS, datasets.Dataset.from_dict({"text": DOCUMENTS})])
+def test_a_run_measures_on_data_in_memory(data: Any, tiny: dict[str, Path], tmp_path: Path) -> None:
+    """`prune`, also several sparsities with data that can be read only once, `plan` and `recover`, as `evaluate` does."""
+    folder, size = str(tiny["llama"]), {"samples": 4, "sequence_length": 32}
+    dense = sparsellm.evaluate(folder, data, sequence_length=32).perplexity["given in memory"].value
+    results = sparsellm.prune(folder, "wanda", ["50%", "60%"], calibration=DOCUMENTS, evaluate=iter(data), **size)
+    assert [x.report.perplexity["given in memory"]["dense"].value for x in results] == [dense, dense]
+    results[1].save_pretrained(tmp_path / "out")
+    pruned = sparsellm.evaluate(str(tmp_path / "out"), data, sequence_length=32).perplexity["given in memory"].value
+    assert results[1].report.perplexity["given in memory"]["pruned"].value == pruned
+    assert sparsellm.plan(folder, "wanda", calibration="demo", evaluate=data, **size).fits
+    other = TOKENS.flip(0, 1)
+    result = sparsellm.recover(tmp_path / "out", folder, DOCUMENTS, steps=1, evaluate=other, **size)
+    before = sparsellm.evaluate(str(tmp_path / "out"), other).perplexity["given in memory"].value
+    assert result.report.before("given in memory").value == before  # not what `prune` measured on other data
+
+
+def test_a_limit_takes_the_first_sequences(tiny: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    for data in (TOKENS, datasets.Dataset.from_dict({"input_ids": TOKENS.tolist()}), (row for row in TOKENS)):
+        found = sparsellm.evaluate(model, data, evaluate_limit=2).perplexity["given in memory"]
+        assert found.value == sparsellm.perplexity(model, TOKENS[:2]).value
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "The test text is a int. Pass texts, conversations"),
+        (TOKENS.float(), "The test text, entry 1, must be integers"),
+        (TOKENS.repeat(1, 3), "Test sequences have 96 tokens, but .* takes at most 64"),
+        (TOKENS[:, :1], "Sequence 1 has 1 tokens; at least 2 are needed"),
+        ([" ", "\n \n"], "The test text holds no text"),
+        (iter([]), "The test text is empty"),
+        (["demo", "a sentence that is no name"], "No text is called 'a sentence that is no name'"),
+        (["nothing", "else"], "No text is called 'nothing'"),
+    ],
+)
+def test_test_data_that_cannot_be_read(data: Any, message: str, tiny: dict[str, Path]) -> None:
+    with pytest.raises(BadText, match=message):
+        sparsellm.evaluate(str(tiny["llama"]), data)
+
+
+def test_the_command_line_measures_on_names_only(tiny: dict[str, Path], command: Callable[..., Result]) -> None:
+    done = command("evaluate", tiny["llama"], "--text", "a sentence that is no name")
+    assert done.exit_code == 1
+    assert "No text is called 'a sentence that is no name'" in done.stderr

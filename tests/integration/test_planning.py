@@ -256,7 +256,10 @@ def test_plan_reads_no_weights(folders: dict[str, Path], text_file: Path, tmp_pa
 def test_plan_does_not_collect_the_demo_text(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is that of a run which reads it; a model without a tokenizer is refused all the same."""
     recipe = read_recipe({"model": str(folders["llama"]), "method": "wanda", "calibration": "demo", "samples": 4})
-    plans = [plan_run(recipe), plan_run(recipe, given=draw_windows(recipe, open_checkpoint(recipe.model), 256).windows)]
+    plans = [
+        plan_run(recipe),
+        plan_run(recipe, given={"calibration": draw_windows(recipe, open_checkpoint(recipe.model), 256).windows}),
+    ]
     skipped, read = ((x.samples, x.length, x.batch, [replace(y, seconds=0) for y in x.stages]) for x in plans)
     assert skipped == read
     monkeypatch.setattr(demo, "named_documents", lambda split: pytest.fail(f"{split} was collected"))

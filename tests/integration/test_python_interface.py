@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
+from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.runs.events import NextRun, Note, Stage
@@ -165,6 +166,9 @@ def test_the_dense_model_may_write_more(tiny: dict[str, Path], text_file: Path) 
     assert not all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+TEXTS = str | Path | Sequence[str | Path] | CalibrationData
+"""The type of `evaluate`, which takes data in memory too."""
+
 NAMED = {"model", "method", "sparsity", "calibration", "pruned", "steps"}
 """Fields of recipes that are arguments with their own line in a docstring; of a recovery `scope` too."""
 
@@ -190,7 +194,8 @@ def test_keywords_are_the_fields_of_the_recipe(function: Any, settings: Any, fie
     """The same names, order, types, defaults and descriptions, for editors and for `help`."""
     expected = {name: field for name, field in fields.model_fields.items() if name not in named}
     hints = get_type_hints(settings)
-    assert hints == {name: accepted(field.annotation) for name, field in expected.items()}
+    types = {name: accepted(field.annotation) for name, field in expected.items()}
+    assert hints == types | ({"evaluate": TEXTS} if "evaluate" in types else {})
     parameters = inspect.signature(function).parameters
     assert [name for name in parameters if name in hints] == list(expected)
     assert "settings" not in parameters

@@ -50,14 +50,17 @@ def evaluate(
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import print_evaluation
         from sparsellm.runs.display import Display
-        from sparsellm.runs.measuring import evaluate as evaluate_model
+        from sparsellm.runs.measuring import evaluate_recipes
+        from sparsellm.runs.recipe_file import read_recipe
 
         if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
         mode = ("quiet" if quiet else progress) if is_main else "off"
         with Display(mode, partial(in_options, context=context)) as display:
             keep_pages()
-            result = evaluate_model(model, text or (), against=against, observe=display, **settings)
+            named = {**settings, "method": "magnitude", "evaluate": text or ()}
+            recipes = [read_recipe({**named, "model": x}) for x in (model, against) if x is not None]
+            result = evaluate_recipes([(recipe, None) for recipe in recipes], display)
         if not is_main:
             return
         if as_json:

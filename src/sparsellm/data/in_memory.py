@@ -1,9 +1,10 @@
-"""Calibration data given in Python: texts, conversations, token ids, padded batches, data sets and data loaders."""
+"""Calibration and test data given in Python: texts, conversations, token ids, padded batches, data sets and data loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from torch import Tensor
 from sparsellm.data.data_sets import read_data_set
 from sparsellm.data.padding import pad
 from sparsellm.data.rows import FORMS, document_fields, split_documents
-from sparsellm.data.texts import JOINT, LONGEST_NAME, Text
+from sparsellm.data.texts import JOINT, LONGEST_NAME, Text, is_name
 from sparsellm.errors import BadText
 
 CalibrationData = Tensor | Mapping[str, Any] | Iterable[Any]
 """Any of the forms that `read_in_memory` takes."""
+
+Given = Mapping[str, CalibrationData]
+"""Data in place of a recipe's texts, by the field, "calibration" or "evaluate"."""
 
 SOURCE = "given in memory"
 
@@ -35,8 +39,39 @@ def is_plain_text(string: str) -> bool:
     return len(words) > 1 and ("\n" in string.strip() or max(map(len, string.split("/"))) > LONGEST_NAME)
 
 
-def read_in_memory(data: CalibrationData, field: str | None = None, *, samples: int, seed: int) -> Text | Tensor:
-    """Read calibration data of any of these forms:
+def given_text(value: str | Path | CalibrationData | None) -> tuple[str | None, CalibrationData | None]:
+    """A recipe's `calibration`, and the data that replace it, if they are given in memory."""
+    if isinstance(value, str) and is_plain_text(value):
+        return SOURCE, [value]
+    if value is None or isinstance(value, (str, Path)):
+        return (None if value is None else str(value)), None
+    return SOURCE, value
+
+
+def given_texts(
+    value: str | Path | Sequence[str | Path] | CalibrationData | None,
+) -> tuple[tuple[str, ...], CalibrationData | None]:
+    """A recipe's `evaluate`, and the data that replace it, if they are given in memory.
+
+    Strings in a list are names and paths if one is that of a text or of a file, or all are single words. Else they are texts.
+    """
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, Path)) for item in value):
+        names = tuple(map(str, value))
+        are_texts = any(len(name.split()) != 1 for name in names) and not any(map(is_name, names))
+        return ((SOURCE,), names) if are_texts else (names, None)
+    text, given = given_text(value)
+    return (() if text is None else (text,)), given
+
+
+def read_in_memory(
+    data: CalibrationData,
+    field: str | None = None,
+    *,
+    samples: int | None,
+    seed: int | None,
+    what: str = "`calibration`",
+) -> Text | Tensor:
+    """Read data of any of these forms:
 
     - token ids: a tensor or array of shape (samples, length) or (length,), or a list of such;
     - padded batches: a dict with `input_ids`, and with the `attention_mask` that tells tokens from padding, or a list of such;
@@ -47,8 +82,9 @@ def read_in_memory(data: CalibrationData, field: str | None = None, *, samples: 
     Args:
         data: The data. Token ids in tensors, dicts and lists are all used.
         field: Field or column of the documents; None for `input_ids`, "text" or "messages".
-        samples: Most sequences that are read from a data set or an iterable.
-        seed: Seed for drawing rows of a data set with token ids.
+        samples: Most sequences that are read from a data set or an iterable; None for all.
+        seed: Seed for drawing rows of a data set with token ids; None for its first rows.
+        what: What the data are, for messages.
 
     Returns:
         Documents; or token ids, (samples, longest) int64, `PADDING` after the end of shorter sequences.
@@ -57,57 +93,59 @@ def read_in_memory(data: CalibrationData, field: str | None = None, *, samples: 
         BadText: If the data has none of these forms, is empty, or an attention mask does not fit.
     """
     if hasattr(data, "column_names"):
-        data = _rows(data, field, samples=samples, seed=seed)
+        data = _rows(data, field, what, samples=samples, seed=seed)
         if isinstance(data, Text):
             return data
-    items, limit = _items(data), None if isinstance(data, (Tensor, Mapping, np.ndarray, list, tuple)) else samples
+    items, limit = _items(data, what), None if isinstance(data, (Tensor, Mapping, np.ndarray, list, tuple)) else samples
     sequences: list[Tensor] = []
     documents: list[tuple[str, Any]] = []
     for number, item in enumerate(items, 1):
         position = f"entry {number}"
         if _holds_tokens(item) and not (isinstance(item, Mapping) and field != "input_ids" and field in item):
-            sequences += _sequences(item, f"`calibration`, {position},")
+            sequences += _sequences(item, f"{what}, {position},")
         else:
-            documents += [(position, document) for document in _collated(item, field)]
+            documents += [(position, document) for document in _collated(item, field, what)]
         if sequences and documents:
-            raise BadText(f"`calibration` holds both token ids and other data ({position}: {type(item).__name__}). {EXPECTED}")
+            raise BadText(f"{what} holds both token ids and other data ({position}: {type(item).__name__}). {EXPECTED}")
         if limit is not None and len(sequences) + len(documents) >= limit:
             break
     if not sequences and not documents:
-        raise BadText(f"`calibration` is empty: a {type(data).__name__} without any item. {EXPECTED}")
+        raise BadText(f"{what} is empty: a {type(data).__name__} without any item. {EXPECTED}")
     if sequences:
         return pad(sequences[:limit])
-    texts, conversations, empty = split_documents("`calibration`", documents[:limit], field)
+    texts, conversations, empty = split_documents(what, documents[:limit], field)
     if not texts and not conversations:
-        raise BadText(f"`calibration` holds no text: all of its {empty:,} documents are blank.")
+        raise BadText(f"{what} holds no text: all of its {empty:,} documents are blank.")
     return Text(texts, JOINT, SOURCE, conversations=conversations, empty=empty)
 
 
-def _items(data: CalibrationData) -> Iterator[Any]:
+def _items(data: CalibrationData, what: str) -> Iterator[Any]:
     """Iterate over the items of data; a tensor or a dict is one item."""
     if isinstance(data, (Tensor, Mapping, np.ndarray)):
         return iter([data])
     if isinstance(data, str) or not isinstance(data, Iterable):
-        raise BadText(f"`calibration` is a {type(data).__name__}. {EXPECTED}")
+        raise BadText(f"{what} is a {type(data).__name__}. {EXPECTED}")
     return iter(data)
 
 
-def _rows(data: Any, field: str | None, *, samples: int, seed: int) -> Any:
+def _rows(data: Any, field: str | None, what: str, *, samples: int | None, seed: int | None) -> Any:
     """Return the documents of a `datasets.Dataset`, which stay on disk, or rows of its token ids at random places."""
     names = data.column_names
     if isinstance(names, Mapping):
         splits = ", ".join(map(repr, names))
-        raise BadText(f"`calibration` has the splits {splits}. Pass one of them, such as data[{next(iter(names))!r}].")
+        raise BadText(f"{what} has the splits {splits}. Pass one of them, such as data[{next(iter(names))!r}].")
     if not hasattr(data, "__len__"):  # streamed: its rows are read in their order
         return islice(data, samples)
-    name = document_fields("`calibration`", names, field, (IDS, *FORMS))[0]
+    name = document_fields(what, names, field, (IDS, *FORMS))[0]
     if len(data) == 0:
         return []
     if name == "input_ids":
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:samples]
+        order = torch.arange(len(data))
+        if seed is not None:
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
         columns = [column for column in (name, "attention_mask") if column in names]
-        return [{column: row[column] for column in columns} for row in (data[number] for number in order.tolist())]
-    texts, conversations = read_data_set(data, field, "`calibration`")
+        return [{column: row[column] for column in columns} for row in (data[number] for number in order[:samples].tolist())]
+    texts, conversations = read_data_set(data, field, what)
     return Text(texts, JOINT, SOURCE, conversations=conversations)
 
 
@@ -118,10 +156,10 @@ def _holds_tokens(item: Any) -> bool:
     return isinstance(item, (Tensor, np.ndarray)) or (isinstance(item, Mapping) and "input_ids" in item)
 
 
-def _collated(item: Any, field: str | None) -> list[Any]:
+def _collated(item: Any, field: str | None, what: str) -> list[Any]:
     """Return the documents of an item: several if a data loader collated their strings to a list."""
     if isinstance(item, Mapping):
-        names = document_fields("A dict of `calibration`", item, field, (IDS, *FORMS))
+        names = document_fields(f"A dict of {what}", item, field, (IDS, *FORMS))
         value = item[names[0]]
         collated = isinstance(value, (list, tuple)) and value and all(isinstance(document, str) for document in value)
         if len(names) > 1 or not collated:

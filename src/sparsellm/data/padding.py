@@ -22,7 +22,7 @@ def pad(sequences: Sequence[Tensor]) -> Tensor:
     """
     short = next((number for number, sequence in enumerate(sequences, 1) if len(sequence) < 2), None)
     if short is not None:
-        raise BadText(f"Calibration sequence {short} has {len(sequences[short - 1])} tokens; at least 2 are needed.")
+        raise BadText(f"Sequence {short} has {len(sequences[short - 1])} tokens; at least 2 are needed.")
     return pad_sequence(list(sequences), batch_first=True, padding_value=PADDING)
 
 

@@ -150,6 +150,15 @@ def read_text(name_or_path: str, split: Split, field: str | None = None, *, memo
     return text
 
 
+def is_name(string: str) -> bool:
+    """Whether a string is the name of a text, or a path: it has the suffix of a text, or something is there."""
+    try:
+        path = Path(string).expanduser()
+        return string in NAMES or suffix_of(path) in READERS or path.exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
 @cache  # collecting it takes seconds, and a sweep reads it for every cell
 def _read_demo(split: Split) -> Text:
     """Return the demo text: its models' training split for calibration, the held-out split for tests."""

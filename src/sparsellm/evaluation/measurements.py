@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sparsellm.checkpoints.loading import compute_dtype, context_length
+from sparsellm.data.in_memory import SOURCE
 from sparsellm.errors import printable
 from sparsellm.evaluation.differences import Difference, Parts, difference, paired_error
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
@@ -168,7 +169,8 @@ class Evaluation(Summarized):
     def summary(self) -> dict[str, str]:
         """Each perplexity and accuracy, with what it was measured on, and the differences from the other model."""
         texts = (
-            f"{plus_minus(x)} on {x.windows} sequences of {x.lengths} tokens of {PurePath(name).name}"
+            f"{plus_minus(x)} on {x.windows} sequences of {x.lengths} tokens"
+            + (f", {SOURCE}" if name == SOURCE else f" of {PurePath(name).name}")
             for name, x in self.perplexity.items()
         )
         tasks = (f"{plus_minus(x)} on {x.questions} questions of {name}" for name, x in self.accuracy.items())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from sparsellm.data.in_memory import SOURCE, CalibrationData, is_plain_text
+from sparsellm.data.in_memory import CalibrationData, Given, given_text, given_texts
 from sparsellm.errors import InvalidSetting
 from sparsellm.runs.display import Display
 from sparsellm.runs.estimates import RunPlan
@@ -85,8 +86,8 @@ def prune(
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     fields, source = named_model(model, tokenizer)
-    text, given = _calibration(calibration)
-    recipes = read_recipes({**fields, **settings, "method": method, "sparsity": sparsity, "calibration": text})
+    texts, given = _texts(calibration, settings)
+    recipes = read_recipes({**fields, **settings, "method": method, "sparsity": sparsity, **texts})
     several = bool(split_sparsity(sparsity))
     if several and source is not None:
         raise InvalidSetting(
@@ -133,8 +134,8 @@ def plan(
         SparseLLMError: As `prune`.
     """
     fields, source = named_model(model, tokenizer)
-    text, given = _calibration(calibration)
-    recipe = read_recipe({**fields, **settings, "method": method, "sparsity": sparsity, "calibration": text})
+    texts, given = _texts(calibration, settings)
+    recipe = read_recipe({**fields, **settings, "method": method, "sparsity": sparsity, **texts})
     return plan_run(recipe, output, given=given, source=source)
 
 
@@ -175,17 +176,19 @@ def recover(
     """
     folder_path(pruned)  # refuses anything but a path
     fields, source = ({}, None) if against is None else named_model(against, tokenizer)
-    text, given = _calibration(calibration)
-    own = {"pruned": str(pruned), "calibration": text, "scope": scope, "steps": steps}
+    texts, given = _texts(calibration, settings)
+    own = {"pruned": str(pruned), "scope": scope, "steps": steps, **texts}
     recipe = read_recovery({**fields, **settings, **own})
     with Display("auto" if progress else "off") as display:
         return run(recipe, combine_observers(display, observe), given=given, source=source)
 
 
-def _calibration(calibration: str | Path | CalibrationData | None) -> tuple[str | None, CalibrationData | None]:
-    """The recipe's `calibration`, and the data that replace it, if they are given in memory."""
-    if isinstance(calibration, str) and is_plain_text(calibration):
-        return SOURCE, [calibration]
-    if calibration is None or isinstance(calibration, (str, Path)):
-        return (None if calibration is None else str(calibration)), None
-    return SOURCE, calibration
+def _texts(calibration: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Given]:
+    """The recipe's `calibration` and `evaluate`, and the data that replace them, if they are given in memory."""
+    text, data = given_text(calibration)
+    fields: dict[str, Any] = {"calibration": text}
+    given = {} if data is None else {"calibration": data}
+    if "evaluate" in settings:
+        fields["evaluate"], data = given_texts(settings["evaluate"])
+        given |= {} if data is None else {"evaluate": data}
+    return fields, given

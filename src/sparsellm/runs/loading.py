@@ -16,6 +16,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.checkpoints.tokenizers import NoTokenizer
+from sparsellm.data.in_memory import SOURCE
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge, UnsupportedModel, first_line
 from sparsellm.methods import Plan
 from sparsellm.models.architecture_file import describe, read_architecture
@@ -121,7 +122,8 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
         if source.packed and not packed:
             raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
     skeleton = source.skeleton()
-    no_text = check_vocabulary(skeleton, source, needed=bool(recipe.evaluate or recipe.task or recipe.prompt))
+    named = [text for text in recipe.evaluate if text != SOURCE]  # data in memory may be token ids
+    no_text = check_vocabulary(skeleton, source, needed=bool(named or recipe.task or recipe.prompt))
     blocks = blocks_of(skeleton)
     coverage = coverage_of(skeleton, blocks)
     check_coverage(skeleton, coverage)
@@ -225,11 +227,8 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
         reason = sizes if recipe.offload is None else "`offload=True` reads it block by block"
         raise TooLarge(f"With {stage} the whole model must be in memory: {reason}. Leave it out, or raise `max_memory`.")
     if not files:
-        reason = (
-            sizes
-            if recipe.offload is None
-            else "`offload=True` reads the model block by block and stores pruned blocks in files"
-        )
+        reason = "`offload=True` reads the model block by block and stores pruned blocks in files"
+        reason = sizes if recipe.offload is None else reason
         raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
     try:
         source.stream(recipe.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
+from sparsellm.data.in_memory import SOURCE, CalibrationData, Given, given_texts
 from sparsellm.data.padding import count_tokens, token_digest
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
@@ -62,7 +63,7 @@ Value = TypeVar("Value")
 @recipe_keywords(EvaluationSettings)
 def evaluate(
     model: str | Path | PreTrainedModel,
-    text: str | Path | Sequence[str] = (),
+    text: str | Path | Sequence[str | Path] | CalibrationData = (),
     *,
     against: str | Path | PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -76,7 +77,8 @@ def evaluate(
 
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
-        text: Texts to measure the perplexity on: files, or names of texts (c4, wikitext2, ptb, demo).
+        text: Texts to measure the perplexity on: files, or names of texts (c4, wikitext2, ptb, demo); or data, as the
+            `calibration` of `prune`.
         against: Another model to measure too, such as the dense one; the result has the differences from it, with their paired
             standard errors.
         tokenizer: Tokenizer of a model in memory.
@@ -93,24 +95,36 @@ def evaluate(
     models = [named_model(x, tokenizer) for x in (model, against) if x is not None]
     if unknown := sorted(set(settings) - set(EvaluationSettings.__annotations__)):
         raise InvalidSetting(f"Unknown field {unknown[0]!r}. {nearest(unknown[0], EvaluationSettings.__annotations__)}")
-    texts = (str(text),) if isinstance(text, (str, Path)) else tuple(text)
+    texts, data = given_texts(text)
+    if against is not None and isinstance(data, Iterator):
+        data = list(data)  # which is read for each model
+    given = {} if data is None else {"evaluate": data}
     runs = [(read_recipe({**x, **settings, "method": "magnitude", "evaluate": texts}), source) for x, source in models]
-    if not (texts or runs[0][0].task):
-        raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
     with Display("auto" if progress else "off") as display:
         observer = combine_observers(display, observe)
         is_observed = progress or observe is not None  # otherwise a remark is a warning of Python
         with remarks_to(lambda text, is_new: observer(Note(text)) if is_new else None) if is_observed else nullcontext():
-            return _evaluate_all(runs, observer)
+            return evaluate_recipes(runs, observer, given)
 
 
-def _evaluate_all(runs: Sequence[tuple[Recipe, InMemoryModel | None]], observer: Observer) -> Evaluation:
-    """Evaluate a model, and then the one that it is compared with, if there is one."""
+def evaluate_recipes(
+    runs: Sequence[tuple[Recipe, InMemoryModel | None]], observer: Observer, given: Given | None = None
+) -> Evaluation:
+    """Measure the model of a recipe, or one in memory, and the one that it is compared with, if there is one.
+
+    Args:
+        given: Data that replace the recipes' texts.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`.
+    """
+    if not (runs[0][0].evaluate or runs[0][0].task):
+        raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
     results = []
     for number, (recipe, source) in enumerate(runs, 1):
         if len(runs) > 1:
             observer(NextRun(number, len(runs), PurePath(recipe.model).name))
-        results.append(_evaluate(recipe, source, observer))
+        results.append(_evaluate(recipe, source, observer, given=given))
         gc.collect()  # frees the model
     if not results[1:]:
         return results[0]
@@ -123,14 +137,14 @@ def _evaluate_all(runs: Sequence[tuple[Recipe, InMemoryModel | None]], observer:
     return result
 
 
-def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer) -> Evaluation:
-    """Evaluate the recipe's model, or `source`."""
+def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer, *, given: Given | None) -> Evaluation:
+    """Measure the recipe's model, or `source`, on the recipe's texts, or on `given`, and on its tasks."""
     observer(Stage(OPENING))
     opened = open_model(recipe, source, packed=True)
     prepare_tasks(recipe.task, recipe.task_data)
     observer(Stage(READING_TEXTS))
     length = window_length(recipe, opened.source.length)
-    read = {name: read_test(recipe, opened.source, name, length=length) for name in recipe.evaluate}
+    read = {name: read_test(recipe, opened.source, name, length=length, given=given) for name in recipe.evaluate}
     tests = {name: sequences.windows for name, sequences in read.items()}
     check_tokens(opened, *tests.values())
     for note in dict.fromkeys(note for sequences in read.values() for note in sequences.notes):
@@ -174,7 +188,7 @@ def measure_checkpoint(
     for text, test in ready.tests.items():
         with phase(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
             known = report.before(text)
-            if known is None or not _is_of(known, test):
+            if known is None or text == SOURCE or not _is_of(known, test):
                 loaded = loaded or load(report.recipe, opened, folder=folder, placement=placement)
                 known = measure_perplexity(loaded, test, text, progress=advance)
             results[text] = known

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.data.in_memory import CalibrationData
+from sparsellm.data.in_memory import Given
 from sparsellm.errors import TooLarge
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
@@ -37,7 +37,7 @@ def plan_run(
     recipe: Recipe | RecoveryRecipe,
     output: str | Path | None = None,
     *,
-    given: CalibrationData | None = None,
+    given: Given | None = None,
     source: InMemoryModel | None = None,
 ) -> RunPlan:
     """Estimate what `prune` or `recover` would take, without reading weights.
@@ -45,15 +45,16 @@ def plan_run(
     Args:
         recipe: The run.
         output: The folder that it would write, for the free bytes of its disk.
-        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
+        given: Data that replace the recipe's texts, in forms of `sparsellm.data.in_memory`.
         source: Model in memory that replaces the recipe's.
     """
     folder, report, refusal = Path(output or "."), Report(recipe), ""
     opened = open_model(recipe, source)
-    if given is None and recipe.reads_text and recipe.calibration == "demo":
+    if "calibration" not in (given or {}) and recipe.reads_text and recipe.calibration == "demo":
         opened.source.tokenizer()  # raises the error of a model without one
         # Only the shape counts, and this text is long enough for any model.
-        given = torch.zeros(recipe.samples, window_length(recipe, opened.source.length), dtype=torch.long)
+        zeros = torch.zeros(recipe.samples, window_length(recipe, opened.source.length), dtype=torch.long)
+        given = {**(given or {}), "calibration": zeros}
     if isinstance(recipe, RecoveryRecipe):
         method, plan, _ = recovery_plan(recipe, opened.source, verified=False)
         ready = prepare(opened, method, plan, report=report, observer=lambda _: None, given=given)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stored_form import StoredForm
-from sparsellm.data.in_memory import CalibrationData
+from sparsellm.data.in_memory import Given
 from sparsellm.data.padding import count_tokens
 from sparsellm.errors import UnsupportedModel, plural
 from sparsellm.evaluation.task_definitions import prepare_tasks
@@ -66,14 +66,14 @@ def prepare(
     *,
     report: Report,
     observer: Observer,
-    given: CalibrationData | None = None,
+    given: Given | None = None,
     shared: DenseCache | None = None,
 ) -> Prepared:
     """Check the plan against the model, and read the texts of the report's recipe. Invalid input is rejected here.
 
     Args:
         report: Receives notes, and how the calibration sequences were drawn.
-        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
+        given: Data that replace the recipe's texts, in forms of `sparsellm.data.in_memory`.
         shared: Keeps the token ids for other runs of this process.
     """
     recipe, source, skeleton = report.recipe, opened.source, opened.skeleton

@@ -16,7 +16,7 @@ from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.checkpoints.stamps import Stamps, unchanged
-from sparsellm.data.in_memory import CalibrationData
+from sparsellm.data.in_memory import Given
 from sparsellm.errors import NonFinite
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.methods import BlockMethod
@@ -63,7 +63,7 @@ def run(
     recipe: Recipe | RecoveryRecipe,
     observe: Observer | None = None,
     *,
-    given: CalibrationData | None = None,
+    given: Given | None = None,
     source: Checkpoint | InMemoryModel | None = None,
     work: WorkDirectory | None = None,
     shared: DenseCache | None = None,
@@ -76,7 +76,7 @@ def run(
 
     Args:
         observe: Callback that receives every event.
-        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
+        given: Data that replace the recipe's texts, in forms of `sparsellm.data.in_memory`.
         source: Model that replaces the recipe's.
         work: Directory for finished blocks, from `sparsellm.runs.workspace.work_directory`. Without it a killed run cannot be
             resumed, and the model must fit in memory.
@@ -99,7 +99,7 @@ def _run(
     observer: Observer,
     log: EventLog,
     *,
-    given: CalibrationData | None,
+    given: Given | None,
     source: Checkpoint | InMemoryModel | None,
     work: WorkDirectory | None,
     shared: DenseCache | None,

@@ -7,8 +7,10 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
+from sparsellm.data.in_memory import CalibrationData
 from sparsellm.runs.recipe_fields import RecipeFields, RunFields, SolverName
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -44,7 +46,7 @@ class RunSettings(MeasurementSettings, total=False):
 
     samples: int
     seed: int
-    evaluate: str | Sequence[str]
+    evaluate: str | Path | Sequence[str | Path] | CalibrationData
     prompt: str | Sequence[str]
     compute_dtype: Literal["auto", "float32", "bfloat16"]
     batch_size: int | None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.data.in_memory import CalibrationData, read_in_memory
+from sparsellm.data.in_memory import Given, read_in_memory
 from sparsellm.data.padding import PADDING, count_tokens, sequence_lengths
 from sparsellm.data.samples import Sequences, calibration_windows, test_windows
 from sparsellm.data.texts import Split, Text, read_text
@@ -32,13 +32,13 @@ def read_tokens(
     source: Checkpoint | InMemoryModel,
     length: int,
     *,
-    given: CalibrationData | None,
+    given: Given | None,
     shared: DenseCache | None,
 ) -> tuple[Sequences, dict[str, Sequences]]:
     """Read the calibration sequences, and the test sequences by text.
 
     Args:
-        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
+        given: Data that replace the recipe's texts, in forms of `sparsellm.data.in_memory`.
         shared: Keeps the sequences for other runs of this process.
     """
 
@@ -49,17 +49,22 @@ def read_tokens(
         form = (recipe.text_field, recipe.documents, recipe.bos)
         return shared.in_memory((source.folder, *files, length, *form, *settings), find)
 
-    def text(name: str) -> tuple[str, *tuple[str, ...]]:
-        return name, *text_contents(name).values()
+    def identity(field: str, name: str) -> object:
+        """What a text is known by: data in memory, of which some can be read only once, are not compared."""
+        return id(given[field]) if given and field in given else (name, *text_contents(name).values())
 
     calibration = recall(
         partial(draw_windows, recipe, source, length, given=given),
-        recipe.reads_text and (text(str(recipe.calibration)) if given is None else id(given)),  # some can be read only once
+        recipe.reads_text and identity("calibration", str(recipe.calibration)),
         recipe.samples,
         recipe.seed,
     )
     tests = {
-        name: recall(partial(read_test, recipe, source, name, length=length), text(name), recipe.evaluate_limit)
+        name: recall(
+            partial(read_test, recipe, source, name, length=length, given=given),
+            identity("evaluate", name),
+            recipe.evaluate_limit,
+        )
         for name in recipe.evaluate
     }
     return calibration, tests
@@ -75,7 +80,7 @@ def window_length(recipe: RunRecipe, longest: int) -> int:
 
 
 def draw_windows(
-    recipe: RunRecipe, source: Checkpoint | InMemoryModel, length: int, *, given: CalibrationData | None = None
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, length: int, *, given: Given | None = None
 ) -> Sequences:
     """Draw the calibration sequences; none for a run that needs no text.
 
@@ -84,32 +89,41 @@ def draw_windows(
     """
     if not recipe.reads_text:
         return Sequences(torch.empty(0, dtype=torch.long), "")
-    text: Text | Tensor
-    if given is None:
-        text = _read_text(recipe, str(recipe.calibration), "calibration")
-    else:
-        text = read_in_memory(given, recipe.text_field, samples=recipe.samples, seed=recipe.seed)
+    text = _read_text(recipe, str(recipe.calibration), "calibration", given)
     if isinstance(text, Tensor):
-        if text.shape[1] > source.length:
-            raise BadText(
-                f"Calibration sequences have {text.shape[1]} tokens, but {source.name} takes at most {source.length}."
-            )
-        shortest = int(sequence_lengths(text).min())
-        lengths = f"{shortest} to {text.shape[1]}" if shortest < text.shape[1] else f"{shortest}"
-        description = f"{len(text)} sequences of {lengths} tokens, given in memory"
-        return Sequences(text, description, distinct=count_tokens(text.unique(dim=0)))
+        return _given_sequences(text, source, "Calibration")
     drawn = _form(recipe, source) | {"samples": recipe.samples, "sequence_length": length, "seed": recipe.seed}
     return calibration_windows(text, source.tokenizer(), **drawn)
 
 
-def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, *, length: int) -> Sequences:
+def read_test(
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, *, length: int, given: Given | None = None
+) -> Sequences:
     """Read a test text as token ids."""
-    read = _read_text(recipe, text, "test")
+    read = _read_text(recipe, text, "test", given)
+    if isinstance(read, Tensor):
+        return _given_sequences(read[: recipe.evaluate_limit], source, "Test")
     return test_windows(read, source.tokenizer(), length, limit=recipe.evaluate_limit, **_form(recipe, source))
 
 
-def _read_text(recipe: RunRecipe, text: str, split: Split) -> Text:
+def _read_text(recipe: RunRecipe, text: str, split: Split, given: Given | None) -> Text | Tensor:
+    """Read a text, or the data in its place."""
+    if split == "calibration" and given and "calibration" in given:
+        return read_in_memory(given["calibration"], recipe.text_field, samples=recipe.samples, seed=recipe.seed)
+    if split == "test" and given and "evaluate" in given:
+        data, limit = given["evaluate"], recipe.evaluate_limit
+        return read_in_memory(data, recipe.text_field, samples=limit, seed=None, what="The test text")
     return read_text(text, split, recipe.text_field, memory=recipe.memory_bytes or available(torch.device("cpu")))
+
+
+def _given_sequences(tokens: Tensor, source: Checkpoint | InMemoryModel, kind: str) -> Sequences:
+    """Token ids that are given in memory, (samples, longest), as sequences. kind: what they are, for the message."""
+    shortest, longest = int(sequence_lengths(tokens).min()), tokens.shape[1]
+    if longest > source.length:
+        raise BadText(f"{kind} sequences have {longest} tokens, but {source.name} takes at most {source.length}.")
+    lengths = f"{shortest} to {longest}" if shortest < longest else f"{shortest}"
+    description = f"{len(tokens)} sequences of {lengths} tokens, given in memory"
+    return Sequences(tokens, description, distinct=count_tokens(tokens.unique(dim=0)))
 
 
 def _form(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, Any]:
