@@ -17,12 +17,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"  # the build reads it from here
 
 if TYPE_CHECKING:
+    from sparsellm.activations.streams import CaptureRequest as CaptureRequest
+    from sparsellm.activations.walk import Activations as Activations
     from sparsellm.activations.walk import walk as walk
+    from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
     from sparsellm.evaluation.perplexity import perplexity as perplexity
+    from sparsellm.methods import BlockMethod as BlockMethod
+    from sparsellm.methods import BlockResult as BlockResult
+    from sparsellm.methods import LayerResult as LayerResult
+    from sparsellm.methods import Plan as Plan
     from sparsellm.methods.algorithm1 import PublishedSparseLLM as PublishedSparseLLM
     from sparsellm.methods.layerwise import LayerWise as LayerWise
+    from sparsellm.methods.layerwise import collect_statistics as collect_statistics
+    from sparsellm.methods.layerwise import problem_of as problem_of
+    from sparsellm.methods.layerwise import prune_layer as prune_layer
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
+    from sparsellm.models.blocks import Block as Block
+    from sparsellm.models.blocks import blocks_of as blocks_of
+    from sparsellm.pruning.plan import uniform_plan as uniform_plan
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
     from sparsellm.recovery.fixed_masks import SparsityCallback as SparsityCallback
     from sparsellm.recovery.fixed_masks import fixed_masks as fixed_masks
@@ -46,35 +59,57 @@ if TYPE_CHECKING:
     from sparsellm.runs.report import Report as Report
     from sparsellm.runs.tracking import Tracked as Tracked
     from sparsellm.runs.verification import verify as verify
+    from sparsellm.solvers import LayerSolver as LayerSolver
     from sparsellm.solvers import Magnitude as Magnitude
     from sparsellm.solvers import Wanda as Wanda
     from sparsellm.solvers.alps import ALPS as ALPS
     from sparsellm.solvers.fast_admm import FastADMM as FastADMM
     from sparsellm.solvers.patterns import NM as NM
+    from sparsellm.solvers.patterns import Pattern as Pattern
     from sparsellm.solvers.patterns import Unstructured as Unstructured
     from sparsellm.solvers.patterns import parse_pattern as parse_pattern
+    from sparsellm.solvers.problem import LayerProblem as LayerProblem
     from sparsellm.solvers.sparsegpt import SparseGPT as SparseGPT
+    from sparsellm.solvers.statistics import Gram as Gram
+    from sparsellm.solvers.statistics import InputRMS as InputRMS
+    from sparsellm.solvers.statistics import TokenCount as TokenCount
     from sparsellm.sparse.transformers_quantizer import load as load
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
+    "Activations": "activations.walk",
+    "Block": "models.blocks",
+    "BlockMethod": "methods",
+    "BlockResult": "methods",
+    "CaptureRequest": "activations.streams",
     "FastADMM": "solvers.fast_admm",
+    "Gram": "solvers.statistics",
+    "InputRMS": "solvers.statistics",
+    "LayerProblem": "solvers.problem",
+    "LayerResult": "methods",
+    "LayerSolver": "solvers",
     "LayerWise": "methods.layerwise",
     "Magnitude": "solvers",
     "NM": "solvers.patterns",
+    "Pattern": "solvers.patterns",
+    "Plan": "methods",
     "PublishedSparseLLM": "methods.algorithm1",
     "Recipe": "runs.recipe",
     "RecoveryRecipe": "runs.recovery_recipe",
     "Report": "runs.report",
     "Result": "runs.export",
+    "SingularGram": "errors",
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
     "SparsityCallback": "recovery.fixed_masks",
+    "TokenCount": "solvers.statistics",
     "Tracked": "runs.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers",
     "bench": "reports.interface",
+    "blocks_of": "models.blocks",
+    "collect_statistics": "methods.layerwise",
     "compare": "reports.interface",
     "evaluate": "runs.measuring",
     "export": "runs.compressed_export",
@@ -86,12 +121,15 @@ _CONTENTS = {
     "parse_pattern": "solvers.patterns",
     "perplexity": "evaluation.perplexity",
     "plan": "runs.interface",
+    "problem_of": "methods.layerwise",
     "prune": "runs.interface",
     "prune_blocks": "pruning.sequential",
+    "prune_layer": "methods.layerwise",
     "recover": "runs.interface",
     "report": "reports.interface",
     "search": "reports.interface",
     "sweep": "reports.interface",
+    "uniform_plan": "pruning.plan",
     "unpack": "runs.packing",
     "verify": "runs.verification",
     "walk": "activations.walk",

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from sparsellm.reports.sweep_cells import Cell, Published, Sweep
+from sparsellm.runs.own_method import ObjectRecipe
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import fields_of_others
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -20,10 +21,17 @@ from sparsellm.runs.result_records import SavedGradual
 def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: SavedGradual | None = None) -> str:
     """The command line that gives a recipe, quoted for a POSIX shell, with each option on a line of its own.
 
+    For a method that is an object, the call in Python.
+
     Args:
         output: Folder that the command writes.
         gradual: The stages of which the recipe is the last.
     """
+    if isinstance(recipe, ObjectRecipe):
+        fields = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"model", "method"})
+        settings = "".join(f", {name}={value!r}" for name, value in fields.items())
+        call = f"sparsellm.prune({recipe.model!r}, method={recipe.method}(){settings})"
+        return f"# in Python, with the {recipe.method} of this run\n{call}.save_pretrained({output!r})"
     stages: list[list[str]] = []
     if gradual and isinstance(recipe, RecoveryRecipe):
         first = {"pruned": gradual.pruned} | ({} if recipe.has_teacher else {"model": gradual.pruned})

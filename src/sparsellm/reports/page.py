@@ -33,6 +33,7 @@ from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, saved_sweep
 from sparsellm.runs.export import Result
 from sparsellm.runs.layer_costs import worst_layers_table
+from sparsellm.runs.own_method import saved_kind
 from sparsellm.runs.publication import Paths, local_files
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
@@ -164,7 +165,8 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     """Template variables for a run."""
     totals, costs, worst = report.totals, report.layer_costs, worst_layers_table(report.layers)
     recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
-    recipe = validated(RecoveryRecipe, report.recipe) if recovery else validated(Recipe, report.recipe)
+    kind: type[Recipe | RecoveryRecipe] = RecoveryRecipe if recovery else saved_kind(report.recipe)
+    recipe = validated(kind, report.recipe)
     outcome = "recovered" if recovery else "pruned"
     described = report.gradual.describe(recipe) if report.gradual else describe_outcome(recipe, report)
     nothing = recovery and changed_nothing(trainings(report)) and not report.gradual

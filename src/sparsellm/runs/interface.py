@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from sparsellm.data.in_memory import CalibrationData, Given, given_text, given_texts
 from sparsellm.errors import InvalidSetting
+from sparsellm.methods import BlockMethod
 from sparsellm.runs.display import Display
 from sparsellm.runs.estimates import RunPlan
 from sparsellm.runs.events import NextRun, Observer, combine_observers
@@ -16,6 +17,7 @@ from sparsellm.runs.export import Result
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.inputs import SameInputs
 from sparsellm.runs.loading import named_model
+from sparsellm.runs.own_method import method_fields
 from sparsellm.runs.planning import plan_run
 from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe, read_recipes, split_sparsity
@@ -23,6 +25,7 @@ from sparsellm.runs.records import folder_path
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
 from sparsellm.runs.settings import PruneSettings, RecoverySettings, recipe_keywords
+from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 @overload
 def prune(
     model: str | Path | PreTrainedModel,
-    method: MethodName = ...,
+    method: MethodName | LayerSolver | BlockMethod = ...,
     sparsity: str | float | Pattern | None = ...,
     *,
     calibration: str | Path | CalibrationData | None = ...,
@@ -44,7 +47,7 @@ def prune(
 @overload
 def prune(
     model: str | Path,
-    method: MethodName = ...,
+    method: MethodName | LayerSolver | BlockMethod = ...,
     sparsity: list[Any] | tuple[Any, ...] = ...,
     *,
     calibration: str | Path | CalibrationData | None = ...,
@@ -55,7 +58,7 @@ def prune(
 @recipe_keywords(PruneSettings)
 def prune(
     model: str | Path | PreTrainedModel,
-    method: MethodName = "sparsellm",
+    method: MethodName | LayerSolver | BlockMethod = "sparsellm",
     sparsity: str | float | Pattern | list[Any] | tuple[Any, ...] | None = None,
     *,
     calibration: str | Path | CalibrationData | None = None,
@@ -68,7 +71,8 @@ def prune(
 
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
-        method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
+        method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude; or an object: a solver, which prunes
+            each layer for its own output, or a method, also of your own (docs/adding-a-method.md).
         sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights. Several, as [0.5, 0.6] or "50%,60%", give a result each;
             what they share is computed once. Default: "50%", or set by `bits`.
         calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), or data: texts, chat messages, token ids,
@@ -87,7 +91,8 @@ def prune(
     """
     fields, source = named_model(model, tokenizer)
     texts, given = _texts(calibration, settings)
-    recipes = read_recipes({**fields, **settings, "method": method, "sparsity": sparsity, **texts})
+    kind, chosen = method_fields(method)
+    recipes = read_recipes({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
     several = bool(split_sparsity(sparsity))
     if several and source is not None:
         raise InvalidSetting(
@@ -107,7 +112,7 @@ def prune(
 @recipe_keywords(PruneSettings)
 def plan(
     model: str | Path | PreTrainedModel,
-    method: MethodName = "sparsellm",
+    method: MethodName | LayerSolver | BlockMethod = "sparsellm",
     sparsity: str | float | Pattern | None = None,
     *,
     calibration: str | Path | CalibrationData | None = None,
@@ -135,7 +140,8 @@ def plan(
     """
     fields, source = named_model(model, tokenizer)
     texts, given = _texts(calibration, settings)
-    recipe = read_recipe({**fields, **settings, "method": method, "sparsity": sparsity, **texts})
+    kind, chosen = method_fields(method)
+    recipe = read_recipe({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
     return plan_run(recipe, output, given=given, source=source)
 
 

@@ -13,34 +13,37 @@ from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest, printable
 from sparsellm.runs.publication import is_file, local_files
 from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.runs.records import load_report
 
 Kind = TypeVar("Kind", bound=RunRecipe)
 
 
-def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
+def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None, kind: type[Recipe] = Recipe) -> Recipe:
     """Read a recipe.
 
     Args:
         settings: Recipe fields; they override those of the file.
         config: YAML file with recipe fields, or a saved report: a sparsellm.json or the folder that has it.
+        kind: The class of the recipe.
 
     Raises:
         InvalidSetting: A field or value is invalid; the message has the field, its value and the nearest valid name. Or
             a report names local files that do not exist here.
         BadCheckpoint: The report is missing or damaged.
     """
-    recipe = validated(Recipe, _merged(settings, config))
+    recipe = validated(kind, _merged(settings, config))
     _check_files(recipe, settings, config)
     return recipe
 
 
-def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None) -> list[Recipe]:
+def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None, kind: type[Recipe] = Recipe) -> list[Recipe]:
     """Read a recipe for each of one or several sparsities.
 
     Args:
         settings: As for `read_recipe`; `sparsity` may be a list, or a text with commas.
         config: As for `read_recipe`.
+        kind: As for `read_recipe`.
 
     Raises:
         InvalidSetting: As `read_recipe`, and if two of the sparsities are equal.
@@ -48,7 +51,7 @@ def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None) 
     """
     merged = _merged(settings, config)
     several = split_sparsity(merged.get("sparsity", ()))
-    recipes = [validated(Recipe, merged | {"sparsity": sparsity}) for sparsity in several] or [validated(Recipe, merged)]
+    recipes = [validated(kind, merged | {"sparsity": sparsity}) for sparsity in several] or [validated(kind, merged)]
     _check_files(recipes[0], settings, config)
     patterns = [recipe.size_label for recipe in recipes]
     if repeated := [pattern for pattern in patterns if patterns.count(pattern) > 1]:
@@ -85,7 +88,8 @@ def _check_files(recipe: Recipe, settings: Mapping[str, Any], config: str | Path
 def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
     """Build a recipe of a class from its settings. Raises InvalidSetting as `read_recipe` does."""
     try:
-        check_value(settings)  # a path may contain bytes that JSON cannot represent
+        # A path may contain bytes that JSON cannot represent. Objects are no part of the recipe's data.
+        check_value({name: x for name, x in settings.items() if not getattr(kind.model_fields.get(name), "exclude", False)})
         return kind(**settings)
     except Unreadable as error:
         raise InvalidSetting(f"The recipe cannot be run: {error}.") from None
@@ -99,6 +103,10 @@ def read_fields(path: Path) -> dict[str, Any]:
     content = load_report(path).recipe if saved else read_mapping(path, "recipe")
     if saved and "pruned" in content:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
+    if saved and content.get("method", "sparsellm") not in METHODS:
+        raise InvalidSetting(
+            f"{path} is of the method {content.get('method')}, an object of Python: pass it as `method` there."
+        )
     for key in content:
         if str(key) not in Recipe.model_fields:
             raise InvalidSetting(

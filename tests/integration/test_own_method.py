@@ -1,0 +1,167 @@
+"""Solvers and methods as objects: of one's own, from imports of `sparsellm` alone, and the package's with other settings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.errors import InvalidSetting
+
+SIZE = {"samples": 4, "sequence_length": 32}
+
+
+@dataclass(frozen=True)
+class PowerWanda:
+    """Wanda with the norm to a power."""
+
+    power: float = 1.0
+    needs: ClassVar[type] = sparsellm.InputRMS
+
+    def solve(self, problem: sparsellm.LayerProblem, pattern: sparsellm.Pattern) -> Tensor:
+        score = problem.weight.abs() * problem.rms**self.power
+        return problem.weight * pattern.keep(score, per_row=True)
+
+
+class LargestFirst:
+    """A solver without statistics, and no dataclass."""
+
+    needs = sparsellm.TokenCount
+
+    def solve(self, problem: sparsellm.LayerProblem, pattern: sparsellm.Pattern) -> Tensor:
+        return problem.weight * pattern.keep(problem.weight.abs())
+
+
+@dataclass(frozen=True)
+class EachLayer:
+    """A method that prunes like `LayerWise`."""
+
+    solver: sparsellm.LayerSolver
+    needs_dense_stream: ClassVar[bool] = False
+    needs_fisher: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> type:
+        return self.solver.needs
+
+    def note(self, block: sparsellm.Block, plan: sparsellm.Plan) -> str:
+        return ""
+
+    def prune(
+        self, block: sparsellm.Block, inputs: sparsellm.Activations, plan: sparsellm.Plan
+    ) -> Iterator[sparsellm.LayerResult]:
+        names = [name for name in block.layers if block.full_name(name) in plan]
+        known = sparsellm.collect_statistics(block, inputs, dict.fromkeys(names, self.needs))
+        for name in names:
+            problem = sparsellm.problem_of(block, name, known[name])
+            yield sparsellm.prune_layer(block, name, problem, solver=self.solver, plan=plan)
+
+
+def weights(result: sparsellm.Result) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in result.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (PowerWanda(), "wanda"),
+        (EachLayer(PowerWanda()), "wanda"),
+        (sparsellm.Wanda(), "wanda"),
+        (LargestFirst(), "magnitude"),
+        (sparsellm.SparseGPT(), "sparsegpt"),
+        (sparsellm.LayerWise(sparsellm.SparseGPT()), "sparsegpt"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_an_object_prunes_as_the_method_that_it_equals(
+    method: Any, name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Callable[..., Result]
+) -> None:
+    settings: dict[str, Any] = {"sparsity": "50%", "calibration": str(text_file), "evaluate": str(text_file), **SIZE}
+    named = sparsellm.prune(str(tiny["llama"]), name, **settings)
+    own = sparsellm.prune(str(tiny["llama"]), method=method, **settings)
+    assert weights(own) == weights(named)
+    title = type(method).__name__
+    assert own.report.recipe.method == title
+    assert f"pruned by {title}, 50 % removed" in str(own.report)
+    assert f"method: {title}\n" in own.report.recipe.to_yaml()
+    assert sparsellm.plan(str(tiny["llama"]), method=method, **settings).fits
+    out = own.save_pretrained(tmp_path / "out")
+    assert title in (out / "README.md").read_text(encoding="utf-8")
+    sparsellm.verify(out)
+    page = sparsellm.report(out, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f"# in Python, with the {title} of this run" in page
+    done = command("prune", tmp_path / "model", tmp_path / "again", "--config", out)
+    assert f"is of the method {title}, an object of Python" in done.stderr
+
+
+def test_a_solver_without_statistics_needs_no_text(tiny: dict[str, Path]) -> None:
+    assert sparsellm.prune(str(tiny["llama"]), LargestFirst(), "2:4").report.sparsity == 0.5
+    with pytest.raises(InvalidSetting, match="The method PowerWanda needs a calibration text"):
+        sparsellm.prune(str(tiny["llama"]), PowerWanda())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"keep_zeros": True},
+        {"true_sequential": True},
+        {"values": "int8"},
+        {"bits": 3.0},
+        {"allocation": "fisher"},
+        {"allocation": "owl"},
+        {"compute_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_settings_of_layers_go_with_a_solver(settings: dict[str, Any], tiny: dict[str, Path], text_file: Path) -> None:
+    common: dict[str, Any] = {"calibration": str(text_file), **SIZE, **settings}
+    results = [sparsellm.prune(str(tiny["llama"]), method, **common) for method in (PowerWanda(), "wanda")]
+    assert weights(results[0]) == weights(results[1])
+
+
+def test_the_package_s_methods_are_objects_too(tiny: dict[str, Path], text_file: Path) -> None:
+    settings: dict[str, Any] = {"calibration": str(text_file), "sparsity": ["50%", "60%"], "allocation": "fisher", **SIZE}
+    method = sparsellm.SparseLLM(solver=PowerWanda())
+    results = sparsellm.prune(str(tiny["llama"]), method, **settings)
+    assert [round(x.report.sparsity, 2) for x in results] == [0.5, 0.6]
+
+
+@dataclass(frozen=True)
+class NeedsNothing(LargestFirst):
+    needs: ClassVar[Any] = None
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        (PowerWanda, {}, r"`method` must be an object, got the class PowerWanda\. Pass PowerWanda\(\)"),
+        (3, {}, r"`method` must be one of sparsellm, .*, a solver, which has needs and solve.* Got int"),
+        (None, {}, "`method` must be one of .* Got NoneType"),
+        (NeedsNothing(), {}, r"NeedsNothing\.needs must be a class of input statistics: .* Got None"),
+        (PowerWanda(), {"effort": "fast"}, "`effort` belongs to the method sparsellm, got the method PowerWanda"),
+        (EachLayer(PowerWanda()), {"keep_zeros": True}, "`keep_zeros` goes with a solver, got the method EachLayer"),
+        (EachLayer(PowerWanda()), {"bits": 3.0}, "`bits` goes with a solver, got the method EachLayer"),
+        ("wnada", {}, "`method` is unknown: got 'wnada'"),
+    ],
+)
+def test_what_is_no_method_is_told(method: Any, settings: dict[str, Any], message: str, tiny: dict[str, Path]) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        sparsellm.prune(str(tiny["llama"]), method=method, calibration="demo", **settings)
+
+
+def test_the_page_on_own_methods_imports_from_the_package_alone() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
+    modules = set()
+    for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            modules |= {x.name for x in node.names} if isinstance(node, ast.Import) else set()
+            modules |= {node.module} if isinstance(node, ast.ImportFrom) else set()
+    assert modules == {"sparsellm", "torch", "dataclasses", "typing", "collections.abc"}
