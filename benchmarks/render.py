@@ -1,7 +1,8 @@
-"""Write measured figures into the pages: every table between `<!-- name -->` and `<!-- /name -->`, and the chart of results.
+"""Write measured figures into the pages and the help: all between `<!-- name -->` and `<!-- /name -->`, and the charts.
 
 sparsellm demo --output FOLDER --json > benchmarks/measured/demo.json
 python benchmarks/render.py
+python docs/make_cli.py
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ PAGES = (
     "docs/few-bits.md",
     "docs/methods/sparsellm.md",
     "dev/RESULTS.md",
+    "src/sparsellm/runs/recipe_fields.py",
 )
 PICTURES = ROOT / "docs" / "pictures"
 CHARTS = {PICTURES / "perplexity.svg": quality.chart, PICTURES / "few-bits.svg": few_bits.chart}
@@ -124,6 +126,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "excess": excess.tables,
     "efforts": excess.efforts_table,
     "efforts in short": excess.efforts_in_short,
+    "efforts in help": excess.efforts_in_help,
     "few bits": few_bits.table,
     "peer gptq": peer_gptq.table,
     "few bits, goals": few_bits.goals,
@@ -147,7 +150,8 @@ def render(page: str) -> str:
     """The text of a page, with every table as the figures are now."""
 
     def filled(block: re.Match[str]) -> str:
-        return "\n".join([f"<!-- {block[1]} -->", *TABLES[block[1]](), f"<!-- /{block[1]} -->"])
+        comment = "# " if block[0].rpartition("\n")[2].startswith("# ") else ""  # in a file of Python
+        return "\n".join([f"<!-- {block[1]} -->", *TABLES[block[1]](), f"{comment}<!-- /{block[1]} -->"])
 
     return BLOCK.sub(filled, page)
 

@@ -54,6 +54,10 @@ _ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_D
 MOST = 2**31 - 1
 """Largest value of every count: the product of two fits the integers of torch."""
 
+# Written by benchmarks/render.py, as in README.md: <!-- efforts in help -->
+EFFORT_COSTS = "1.7, 6.6 or 104 times sparsegpt's, for 0.27, 0.12 or 0.042 of its excess log perplexity (demo:opt, 80%)"
+# <!-- /efforts in help -->
+
 _SIZE = TypeAdapter(ByteSize)
 
 
@@ -193,8 +197,7 @@ class RecipeFields(RunFields):
     as_published: bool = _method(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
     effort: Literal["fast", "standard", "best"] = _option(
         "standard",
-        "Time of the method sparsellm: 1.7, 7.2 or 61 times sparsegpt's, for 0.26, 0.13 or 0.08 of its excess log perplexity"
-        " (demo:opt, 80%).",
+        f"Time of the method sparsellm: {EFFORT_COSTS}.",
     )
     solver: SolverName | None = _method(
         None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published"
