@@ -30,7 +30,7 @@ from sparsellm.data.texts import read_text
 from sparsellm.methods.feedforward_problem import FeedForwardProblem, weights_of
 from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.runs.recipe import SOLVERS
+from sparsellm.runs.recipe_methods import SOLVERS
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

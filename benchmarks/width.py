@@ -34,6 +34,7 @@ import sparsellm
 from sparsellm.runs.costs import BlockShapes, Cost, block_cost, rates
 from sparsellm.runs.events import LOADING, Stage
 from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.recipe_methods import method_of
 from sparsellm.runs.run import run
 from sparsellm.solvers.patterns import parse_pattern
 
@@ -84,7 +85,7 @@ def shapes_of(width: int) -> BlockShapes:
 def cost_of(name: str, width: int) -> Cost:
     """What pruning such a block by a method takes."""
     recipe = read_recipe({"model": "demo:llama", "sparsity": "70%", "calibration": "demo", **METHODS[name]})
-    return block_cost(recipe.to_method(1), shapes_of(width))
+    return block_cost(method_of(recipe, 1), shapes_of(width))
 
 
 def measure() -> None:

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from sparsellm.cli.app import app
 from sparsellm.cli.options import recipe_options
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.runs.recipe import SOLVERS, Recipe
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS, METHODS, MethodName, SolverName
+from sparsellm.runs.recipe_methods import SOLVERS
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 
 ROOT = Path(__file__).parents[2]

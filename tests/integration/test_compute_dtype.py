@@ -29,6 +29,7 @@ from sparsellm.runs.costs import work
 from sparsellm.runs.events import RECOVERING, TRAINING
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_methods import method_of
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.alps import ALPS
@@ -200,7 +201,7 @@ def test_plans_count_the_gain_of_a_training(
 
 @pytest.mark.parametrize(("asked", "rounds"), [("auto", True), ("float32", False)])
 def test_float32_is_that_of_the_solver_too(asked: str, rounds: bool) -> None:
-    method = Recipe.model_validate({"model": "m", "calibration": "demo", "compute_dtype": asked}).to_method(blocks=2)
+    method = method_of(Recipe.model_validate({"model": "m", "calibration": "demo", "compute_dtype": asked}), blocks=2)
     assert isinstance(method, SparseLLM)
     assert isinstance(method.solver, ALPS)
     assert method.solver.with_curvature is not None

@@ -35,6 +35,7 @@ from sparsellm.runs.loading import check_vocabulary
 from sparsellm.runs.outputs import foreign_file, read_finished
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.recipe_methods import method_of
 from sparsellm.runs.records import load_report
 from sparsellm.solvers.patterns import parse_pattern
 from tests.conftest import save_small
@@ -58,7 +59,7 @@ def test_recipes(tmp_path: Path) -> None:
     def read() -> None:
         recipe = read_recipe({}, tmp_path / "recipe.yaml")
         recipe.to_yaml().encode()
-        recipe.to_method(4)
+        method_of(recipe, 4)
         recipe.describe()
 
     fuzz(tmp_path / "recipe.yaml", both([full, short]), read)

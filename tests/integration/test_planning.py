@@ -25,8 +25,8 @@ from sparsellm.models import sparse_matmul
 from sparsellm.runs.costs import rates, solver_cost
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
-from sparsellm.runs.recipe import SOLVERS
 from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.recipe_methods import SOLVERS
 from sparsellm.runs.run import run
 from sparsellm.runs.token_sequences import draw_windows
 from sparsellm.runs.workspace import work_directory

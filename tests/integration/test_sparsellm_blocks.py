@@ -14,6 +14,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_methods import method_of
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -123,7 +124,7 @@ def test_efforts() -> None:
     def built(**settings: Any) -> BlockMethod:
         recipe = Recipe(model="demo:opt", calibration="demo", **settings)
         assert recipe.allocation_rule == "fisher"
-        return recipe.to_method(4)
+        return method_of(recipe, 4)
 
     assert built() == built(effort="standard") == SparseLLM(ALPS.accurate(), scope="feedforward")
     assert built(effort="fast") == SparseLLM(FastADMM(), scope="none") == built(scope="none", solver="fast-admm")

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparsellm.data import demo
 from sparsellm.data.json_files import IS_POINTER, LFS_POINTER, is_path, read_json
+from sparsellm.data.paths import local_path
 from sparsellm.data.yaml_files import read_strings
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_line, printable
 
@@ -83,11 +84,16 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
         BadCheckpoint: There is no such folder or model.
         Unreachable: The hub cannot be reached.
     """
-    if revision is not None and (name.startswith(DEMO) or Path(name).expanduser().exists()):
+    return find_local(name, revision) or _download(name, revision, with_code)
+
+
+def find_local(name: str, revision: str | None = None) -> Path | None:
+    """Return the folder of a local checkpoint; None for a hub name. Raises as `find_checkpoint`."""
+    if revision is not None and (name.startswith(DEMO) or local_path(name).exists()):
         raise InvalidSetting(f"`revision` goes with a hub name, got {revision!r} for {name}, which is local. Leave it out.")
     if name.startswith(DEMO):
         return demo.model_path(name.removeprefix(DEMO))
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_dir():
         return path
     if path.exists():
@@ -96,7 +102,7 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
         raise BadCheckpoint(
             f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
         )
-    return _download(name, revision, with_code)
+    return None
 
 
 def _download(name: str, revision: str | None, with_code: bool) -> Path:

@@ -34,6 +34,7 @@ from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.checkpoints.unmapped import read_unmapped
+from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
@@ -80,7 +81,7 @@ class Checkpoint:
     def origin(self) -> Origin:
         """Return the description of the model for the cards of models made from it."""
         hub = is_hub_name(self.name)
-        name = self.name if hub else Path(self.name).expanduser().absolute().name
+        name = self.name if hub else local_path(self.name).absolute().name
         return Origin(name, hub, card_terms(self.folder), auto_model(self.config).__name__)
 
     def documents(self, written: Collection[str]) -> Documents:

@@ -56,6 +56,9 @@ def in_process_group(context: typer.Context) -> Iterator[bool]:
         Whether this is the main process, which writes files and prints.
     """
     with report_errors(context):
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 and "torch" not in sys.modules:
+            yield True
+            return
         from sparsellm.runtime import watchdog
 
         with watchdog.init_process_group(os.environ, partial(print_error, context=context)) as is_main:
@@ -180,3 +183,11 @@ def print_json(data: Any) -> None:
     from sparsellm.data.json_files import strict_json
 
     print(strict_json(data))
+
+
+def read_counts(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Read an option's numbers, which are separated by commas."""
+    try:
+        return None if text is None else tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers separated by commas, as 1,4; got {text!r}") from None

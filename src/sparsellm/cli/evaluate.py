@@ -47,14 +47,19 @@ def evaluate(
     Example: sparsellm evaluate opt-70 --against demo:opt --text demo
     """
     with in_process_group(context) as is_main:
+        from sparsellm.runs.early_checks import check_inputs
+        from sparsellm.runs.recipe_file import read_recipe
+
+        if not text and "task" not in settings:
+            raise typer.BadParameter("name what to measure on: --text or --task")
+        check_inputs(read_recipe({**settings, "model": model, "method": "magnitude", "evaluate": tuple(text or ())}))
+
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import print_evaluation
         from sparsellm.runs.display import Display
         from sparsellm.runs.measuring import evaluate_recipes
         from sparsellm.runs.recipe_file import read_recipe
 
-        if not text and "task" not in settings:
-            raise typer.BadParameter("name what to measure on: --text or --task")
         mode = ("quiet" if quiet else progress) if is_main else "off"
         with Display(mode, partial(in_options, context=context)) as display:
             keep_pages()
@@ -88,6 +93,14 @@ def inspect(
     Example: sparsellm inspect demo:opt
     """
     with report_errors(context):
+        from sparsellm.runs.early_checks import check_model
+        from sparsellm.solvers.patterns import parse_pattern
+
+        for name in filter(None, (model, against)):
+            check_model(name)
+        if expect is not None:
+            parse_pattern(expect)
+
         from sparsellm.cli.display import print_inspection
         from sparsellm.runs.inspection import inspect as inspect_model
 
@@ -119,6 +132,13 @@ def verify(
     """
     with report_errors(context):
         from sparsellm.errors import VerificationFailed
+        from sparsellm.runs.early_checks import check_model
+        from sparsellm.runs.output_folder import check_finished
+
+        check_finished(output)
+        if against is not None:
+            check_model(against)
+
         from sparsellm.runs.verification import verify as verify_output
 
         try:
@@ -157,6 +177,10 @@ def push(
     Example: sparsellm push opt-70 me/opt-70 --dry-run
     """
     with report_errors(context):
+        from sparsellm.runs.output_folder import check_finished
+
+        check_finished(output)
+
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
         from sparsellm.runs.hub import push as push_output
@@ -215,6 +239,11 @@ def demo(
     Example: sparsellm demo --output pruned-demo
     """
     with report_errors(context):
+        from sparsellm.runs.output_folder import check_writable
+
+        if output is not None:
+            check_writable(output)
+
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.runs.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
         from sparsellm.runs.display import Display, plus_minus

@@ -44,6 +44,8 @@ def pack(
     Example: sparsellm pack opt-70 opt-70-packed
     """
     with report_errors(context):
+        _check(model, packed, overwrite)
+
         from sparsellm.runs.packing import pack as pack_model
 
         with stderr.status(f"packing {model}") as status:
@@ -105,6 +107,8 @@ def unpack(
     Example: sparsellm unpack opt-70-packed opt-70-unpacked
     """
     with report_errors(context):
+        _check(packed, model, overwrite)
+
         from dataclasses import asdict
 
         from sparsellm.runs.packing import unpack as unpack_model
@@ -137,6 +141,8 @@ def export(
     Example: sparsellm export opt-70 opt-70-int4 --values int4
     """
     with report_errors(context):
+        _check(model, output, overwrite)
+
         from dataclasses import asdict
 
         from sparsellm.runs.compressed_export import export as export_model
@@ -152,3 +158,12 @@ def export(
             forms = " and ".join(str(scheme) for scheme in result.schemes)
             print_line(stdout, f"{output}: {size}; {result.layers:,} layers have {forms}.")
             print_line(stdout, f"{result.zeros:,} of their weights are zero, which saves no bytes in this format.")
+
+
+def _check(model: str, output: str, overwrite: bool) -> None:
+    """Check that the model is there and that the output can be written, before torch is imported."""
+    from sparsellm.runs.early_checks import check_model
+    from sparsellm.runs.output_folder import check_writable
+
+    check_model(model)
+    check_writable(output, overwrite, model)

@@ -20,6 +20,7 @@ from sparsellm.cli.console import (
     stderr,
     stdout,
 )
+from sparsellm.data.paths import local_path
 from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
@@ -98,10 +99,14 @@ def recover(
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
+        from sparsellm.runs.early_checks import check_recovery
+
+        check_recovery(fields := {"model": model, "pruned": pruned, **settings})
+
         from sparsellm.runs.gradual import read_stages
         from sparsellm.runs.recovery import read_recovery
 
-        recipe = read_recovery({"model": model, "pruned": pruned, **settings})
+        recipe = read_recovery(fields)
         gradual = read_stages(recipe, output, start=from_sparsity, to=to_sparsity, stages=stages)
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
@@ -126,6 +131,13 @@ def _write(
     """Run one or several recipes, in one process or in those of a launcher, write the outputs, and print the results."""
     if resume and restart:
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
+
+    from sparsellm.runs.early_checks import check_inputs
+    from sparsellm.runs.output_folder import check_writable, is_finished
+
+    check_inputs(recipes[0])
+    if is_main and gradual is None and len(recipes) == 1 and not (resume and is_finished(output)):
+        check_writable(output, overwrite, recipes[0].model)
 
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.runs.display import Display
@@ -175,7 +187,7 @@ def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> 
     from sparsellm.data.json_files import read_json
     from sparsellm.runs.records import REPORT, load_report
 
-    written = {str(folder): str(folder.expanduser().resolve()) for folder in folders}
+    written = {str(folder): str(local_path(folder).resolve()) for folder in folders}
     if len(folders) > 1 and as_json:
         print_json({"outputs": [read_json(Path(path) / REPORT) | {"output": path} for path in written.values()]})
     elif len(folders) > 1:
@@ -205,16 +217,23 @@ def plan(
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """
     with report_errors(context), collection_paused():
-        from sparsellm.cli.display import print_plan
         from sparsellm.errors import TooLarge
-        from sparsellm.runs.planning import plan_run
+        from sparsellm.runs.early_checks import check_inputs, check_recovery
         from sparsellm.runs.recipe_file import read_recipe
-        from sparsellm.runs.recovery import read_recovery
 
         if recovered is not None and config is not None:
             raise typer.BadParameter("--config is for pruning runs: leave it out with --recover")
         if model is not None:
             settings["model"] = model
+        if recovered:
+            check_recovery({**settings, "pruned": recovered})
+        else:
+            check_inputs(read_recipe(settings, config))
+
+        from sparsellm.cli.display import print_plan
+        from sparsellm.runs.planning import plan_run
+        from sparsellm.runs.recovery import read_recovery
+
         with stderr.status("planning"):
             planned = read_recovery({**settings, "pruned": recovered}) if recovered else read_recipe(settings, config)
             run_plan = plan_run(planned, output)

@@ -12,7 +12,17 @@ from typing import Any
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import in_options, print_error, print_json, print_line, report_errors, show, stderr, stdout
+from sparsellm.cli.console import (
+    in_options,
+    print_error,
+    print_json,
+    print_line,
+    read_counts,
+    report_errors,
+    show,
+    stderr,
+    stdout,
+)
 from sparsellm.cli.console import table as text_table
 from sparsellm.errors import plural
 
@@ -41,6 +51,10 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with report_errors(context):
+        from sparsellm.data.yaml_files import read_mapping
+
+        read_mapping(Path(file), "sweep")
+
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.reports.comparison import grid, legend, table, to_json, write_tables
         from sparsellm.reports.sweep_file import read_sweep
@@ -124,24 +138,31 @@ def search(
     Example: sparsellm search demo:opt opt-5 --max-perplexity-increase 5% --calibration demo --evaluate demo --samples 16
     """
     with report_errors(context):
+        from sparsellm.errors import InvalidSetting, TargetNotReached
+        from sparsellm.runs.early_checks import check_inputs
+        from sparsellm.runs.output_folder import check_writable
+        from sparsellm.runs.recipe_file import read_search
+        from sparsellm.solvers.patterns import parse_pattern
+
+        recipe = read_search(settings | ({"model": model} if model else {}), config)
+        if output is None:
+            raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
+        distance = parse_pattern(step, "step").sparsity
+        check_inputs(recipe)
+        check_writable(output, overwrite, recipe.model)
+
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import print_search, print_summary
-        from sparsellm.errors import InvalidSetting, TargetNotReached
-        from sparsellm.reports.search import ONE_PROCESS, read_search, search_sparsity
+        from sparsellm.reports.search import ONE_PROCESS, search_sparsity
         from sparsellm.reports.target import Target
         from sparsellm.runs.display import Display
         from sparsellm.runs.events import combine_observers
         from sparsellm.runs.tracking import Tracked
         from sparsellm.runtime import watchdog
-        from sparsellm.solvers.patterns import parse_pattern
 
         if watchdog.independent_process(os.environ)[1] > 1:
             raise InvalidSetting(ONE_PROCESS)
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
-        recipe = read_search(settings | ({"model": model} if model else {}), config)
-        if output is None:
-            raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
-        distance = parse_pattern(step, "step").sparsity
         try:
             with (
                 Display("quiet" if quiet else progress, partial(in_options, context=context)) as display,
@@ -180,6 +201,10 @@ def report(
     """
     with report_errors(context):
         from sparsellm.errors import InvalidSetting
+        from sparsellm.runs.early_checks import check_results
+
+        check_results(run)
+
         from sparsellm.reports.commands import compare_command
         from sparsellm.reports.interface import report as write_report
 
@@ -206,6 +231,11 @@ def compare(
     Example: sparsellm compare opt-70 opt-70-recovered
     """
     with report_errors(context):
+        from sparsellm.runs.early_checks import check_results
+
+        for run in runs:
+            check_results(run)
+
         from sparsellm.reports.interface import compare as compare_runs
 
         comparison = compare_runs(runs, output, overwrite=overwrite)
@@ -242,10 +272,16 @@ def bench(
     Example: sparsellm bench opt-70-packed
     """
     with report_errors(context):
+        from sparsellm.runs.early_checks import check_model
+
+        batches, counts = read_counts("--batch", batch), read_counts("--threads", threads)
+        check_model(packed)
+        if against:
+            check_model(against)
+
         from sparsellm.reports.interface import bench as measure
         from sparsellm.reports.speed_plots import LEGEND, size_line, speed_tables
 
-        batches, counts = _counts("--batch", batch), _counts("--threads", threads)
         with stderr.status(f"measuring {packed}") as status:
             result = measure(
                 packed,
@@ -272,11 +308,3 @@ def bench(
             print_line(stdout, f"Wrote {output}.")
         if record:
             print_line(stdout, f"Wrote the speeds into the report and the model card of {packed}.")
-
-
-def _counts(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Read numbers that are separated by commas."""
-    try:
-        return None if text is None else tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{option} takes numbers separated by commas, as 1,4; got {text!r}") from None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from sparsellm.data import demo
 from sparsellm.data.data_sets import is_saved, open_saved, read_data_set
+from sparsellm.data.paths import local_path
 from sparsellm.data.rows import Conversation
 from sparsellm.data.text_files import READERS, SUFFIXES, read_documents, suffix_of
 from sparsellm.errors import BadText, Unreachable, nearest
@@ -139,7 +140,7 @@ def read_text(name_or_path: str, split: Split, field: str | None = None, *, memo
         text = _read_demo(split)
     elif name_or_path in HUB:
         text = _read_from_hub(name_or_path, split)
-    elif is_saved(path := Path(name_or_path).expanduser()):
+    elif is_saved(path := local_path(name_or_path)):
         documents, conversations = read_data_set(open_saved(path, split), field, str(path))
         text = Text(documents, JOINT, path.name, conversations=conversations)
     else:
@@ -215,7 +216,29 @@ def _silence_hub() -> Iterator[None]:
 
 def _read_from_file(name: str, field: str | None, memory: int | None) -> Text:
     """Read a local file."""
-    path = Path(name).expanduser()
+    path = _checked(name)
+    suffix = suffix_of(path)
+    read, is_raw = read_documents(path, field, memory), suffix == ".raw"
+    return Text(
+        read.texts,
+        "" if read.pieces else JOINT,
+        path.name,
+        rows=is_raw or read.pieces,
+        conversations=read.conversations,
+        published=is_raw,
+        empty=read.empty,
+    )
+
+
+def check_text(name_or_path: str) -> None:
+    """Check what `read_text` is given, without reading it. Raises BadText for a file that is missing, empty or unreadable."""
+    if name_or_path not in NAMES and not is_saved(local_path(name_or_path)):
+        _checked(name_or_path)
+
+
+def _checked(name: str) -> Path:
+    """The path of a file that can be read and has a reader. Raises BadText."""
+    path = local_path(name)
     suffix, shown = suffix_of(path), _shortened(name)
     try:
         if path.is_dir():
@@ -230,19 +253,11 @@ def _read_from_file(name: str, field: str | None, memory: int | None) -> Text:
             raise BadText(f"{path} has the suffix {suffix!r}; a text must be {SUFFIXES}.")
         if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
             raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
+        with path.open("rb"):
+            return path
     except OSError as error:
         reason = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror
         raise BadText(f"{shown!r} cannot be read: {reason}. Give a path to {SUFFIXES}, or the name of a text.") from error
-    read, is_raw = read_documents(path, field, memory), suffix == ".raw"
-    return Text(
-        read.texts,
-        "" if read.pieces else JOINT,
-        path.name,
-        rows=is_raw or read.pieces,
-        conversations=read.conversations,
-        published=is_raw,
-        empty=read.empty,
-    )
 
 
 def _shortened(name: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from sparsellm.data.paths import local_path
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable, first_line
 from sparsellm.runtime.devices import is_out_of_memory
 
@@ -61,7 +62,7 @@ def prepare_tasks(tasks: Sequence[str], folder: str | None) -> dict[str, dict[st
         if folder is not None:
             raise InvalidSetting(f"`task_data` can hold the tasks {', '.join(SPLITS)}, not {others[0]}. Leave out one of them.")
     if folder is not None:
-        return {task: _local_overrides(task, Path(folder).expanduser()) for task in tasks}
+        return {task: _local_overrides(task, local_path(folder)) for task in tasks}
     names: dict[str, str] = {}  # by a task's name in results, the task as it is given
     for task in tasks:
         members = _load(task)
@@ -79,8 +80,8 @@ def is_task_file(task: str) -> bool:
 def _check_name(task: str) -> None:
     """Raise InvalidSetting for a name that lm-eval does not have, and BadText for a file that is not there."""
     if is_task_file(task):
-        if not Path(task).expanduser().is_file():
-            raise BadText(f"There is no file {Path(task).expanduser().absolute()}. Name a task of lm-eval, or the file of one.")
+        if not local_path(task).is_file():
+            raise BadText(f"There is no file {local_path(task).absolute()}. Name a task of lm-eval, or the file of one.")
         return
     known = task_manager().all_tasks
     if task not in known:
@@ -158,7 +159,7 @@ def task_manager() -> TaskManager:
 def spec(task: str, overrides: Mapping[str, Any], folder: Path) -> str:
     """What lm-eval loads a task by: its name, or the file with its definition, which is written to `folder` for overrides."""
     if is_task_file(task):
-        return str(Path(task).expanduser())
+        return str(local_path(task))
     return str(definition(task, overrides, folder)) if overrides else task
 
 

@@ -15,8 +15,10 @@ from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.reports.measures import Figure, capitalized, figure_of, measures, short_names
 from sparsellm.reports.ranking import Ranking, rank
-from sparsellm.reports.sweep_runner import CellFolder, is_sweep, read_outcomes, saved_sweep
-from sparsellm.runs.records import REPORT, SavedPair, SavedReport, folder_path, load_report
+from sparsellm.reports.sweep_runner import CellFolder, read_outcomes, saved_sweep
+from sparsellm.runs.early_checks import check_results
+from sparsellm.runs.output_folder import is_sweep
+from sparsellm.runs.records import REPORT, SavedPair, SavedReport, load_report
 from sparsellm.runtime.memory import human_bytes
 
 WEIGHTS = (".safetensors", ".bin")
@@ -209,7 +211,7 @@ def read_comparison(folders: Sequence[str | Path]) -> Comparison:
     if twice := next((folder for number, folder in enumerate(folders) if folder in folders[:number]), None):
         raise InvalidSetting(f"{twice} is named twice. Name every folder once.")
     names, open_cells = short_names([str(folder) for folder in folders]), list[str]()
-    runs = [run for folder in folders for run in _read(results_folder(folder), names[str(folder)], open_cells)]
+    runs = [run for folder in folders for run in _read(check_results(folder), names[str(folder)], open_cells)]
     if len(runs) < 2:
         raise InvalidSetting(f"There is nothing to compare: {len(runs)} finished run. Name two folders, or a sweep.")
     models = {(run.model, run.report.totals.parameters): run for run in runs}
@@ -235,15 +237,6 @@ def _check_weights(runs: Sequence[ComparedRun]) -> None:
                     f"{first} and {run.name} are pruned from different models, both called {run.model}: {file} had {recorded} "
                     f"for the first and {text} for the second. Compare runs of one model."
                 )
-
-
-def results_folder(folder: str | Path) -> Path:
-    """The folder of a run or a sweep as a path. Raises InvalidSetting if it is neither."""
-    path = folder_path(folder)
-    if not is_sweep(path) and not (path / REPORT).is_file():
-        problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
-        raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")
-    return path
 
 
 def _read(path: Path, name: str, open_cells: list[str]) -> Iterator[ComparedRun]:

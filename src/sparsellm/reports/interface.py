@@ -19,7 +19,7 @@ from sparsellm.reports.comparison import write_tables
 from sparsellm.reports.figures import style
 from sparsellm.reports.output_files import check_files, write_files
 from sparsellm.reports.page import comparison_page, figure_files, page_name, report_page
-from sparsellm.reports.search import Search, read_search, search_sparsity
+from sparsellm.reports.search import Search, search_sparsity
 from sparsellm.reports.speed_page import speed_page
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
@@ -29,6 +29,7 @@ from sparsellm.runs.events import Observer, combine_observers
 from sparsellm.runs.export import Result
 from sparsellm.runs.packed_card import record_speed, recordable
 from sparsellm.runs.recipe_fields import MethodName
+from sparsellm.runs.recipe_file import read_search
 from sparsellm.runs.settings import PruneSettings, recipe_keywords
 from sparsellm.runs.speed import measure_bench
 from sparsellm.runs.speed_record import Bench

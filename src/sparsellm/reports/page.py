@@ -21,7 +21,7 @@ from sparsellm.reports.commands import (
     sweep_command,
     sweep_yaml,
 )
-from sparsellm.reports.compare import Comparison, results_folder
+from sparsellm.reports.compare import Comparison
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
@@ -30,9 +30,11 @@ from sparsellm.reports.run_plots import at_bound, run_plots
 from sparsellm.reports.speed_plots import LEGEND, speed_plot, speed_tables
 from sparsellm.reports.sweep_cells import Sweep, in_words
 from sparsellm.reports.sweep_plots import sweep_plots
-from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, saved_sweep
+from sparsellm.reports.sweep_runner import Outcome, read_outcomes, saved_sweep
+from sparsellm.runs.early_checks import check_results
 from sparsellm.runs.export import Result
 from sparsellm.runs.layer_costs import worst_layers_table
+from sparsellm.runs.output_folder import is_sweep
 from sparsellm.runs.own_method import saved_kind
 from sparsellm.runs.publication import Paths, local_files
 from sparsellm.runs.recipe import Recipe
@@ -54,7 +56,7 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
         MissingPackage: If matplotlib is not installed.
     """
     if not isinstance(run, Result):
-        results_folder(run)  # before matplotlib is looked for
+        check_results(run)  # before matplotlib is looked for
     with style():
         content = _content(run)
         return render(content), content["plots"]
@@ -108,7 +110,7 @@ def _content(run: str | Path | Result) -> dict[str, Any]:
     if isinstance(run, Result):
         published = Paths(run.report.recipe).without(run.report)
         return _run_content(SavedReport.model_validate(json.loads(published.to_json())), page_name(run), verified=False)
-    path = results_folder(run)
+    path = check_results(run)
     if is_sweep(path):
         return _sweep_content(path)
     report, content = read_record(path / REPORT, SavedReport, "report of a run", refusal=BadCheckpoint)

@@ -6,10 +6,9 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
@@ -18,14 +17,14 @@ from sparsellm.pruning.journal import JOURNAL
 from sparsellm.reports.sweep_cells import Cell
 from sparsellm.reports.sweep_runner import CellFolder, run_cell
 from sparsellm.reports.target import Point, Target, outcome, packed_size, point_of, undecided_note
+from sparsellm.runs.early_checks import check_inputs
 from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.runs.export import Result, claimed
 from sparsellm.runs.fingerprint import DenseCache, environment, model_fingerprint
 from sparsellm.runs.inputs import SameInputs, run_inputs
 from sparsellm.runs.loading import OpenedModel, open_model
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS
-from sparsellm.runs.recipe_file import read_fields, read_recipe, validated
+from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import WORK, SavedReport
 from sparsellm.runs.report import Report
 from sparsellm.runtime import collectives
@@ -75,12 +74,6 @@ def bisect(is_met: Callable[[int], bool], count: int) -> int:
     return low
 
 
-def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
-    """Read the recipe of a search, as `read_recipe` does; its sparsity is one that the other fields allow."""
-    bounds = ((read_fields(Path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
-    return read_recipe({**settings, "sparsity": str(bounds).split(":")[0] if bounds else "50%"}, config)
-
-
 def search_sparsity(
     recipe: Recipe, output: str | Path, target: Target, *, step: float, overwrite: bool, observe: Observer
 ) -> Search:
@@ -99,6 +92,7 @@ def search_sparsity(
     """
     if collectives.world() > 1:
         raise InvalidSetting(ONE_PROCESS)
+    check_inputs(recipe)
     grid = _sparsities(recipe, step)
     recipe = _with_measurements(recipe, target)
     with claimed(output, overwrite, recipe.model) as path:
@@ -221,11 +215,6 @@ def _sparsities(recipe: Recipe, step: float) -> list[float]:
     """The sparsities to choose from, in increasing order: multiples of the step within the recipe's bounds."""
     if not FINEST <= step <= 0.5:
         raise InvalidSetting(f"`step` must be from {100 * FINEST:g}% to 50%, got {100 * step:.10g}%.")
-    if recipe.allocation_rule not in ALLOCATIONS:
-        raise InvalidSetting(
-            f"`allocation` {recipe.allocation_rule} sets the sparsities itself, but a search needs a rule: "
-            f"{', '.join(ALLOCATIONS)}."
-        )
     lowest, highest = recipe.bounds
     values = [round(number * step, 12) for number in range(1, int(HIGHEST / step + 1e-9) + 1)]
     result = [value for value in values if lowest <= value <= highest]

@@ -25,6 +25,7 @@ from sparsellm.runs.events import ESTIMATING, WRITING, NextRun, Note, Observer, 
 from sparsellm.runs.export import Result, check_output
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.inputs import OF_THE_MACHINE, Inputs, OtherContents, changed_input
+from sparsellm.runs.output_folder import SWEEP, is_sweep
 from sparsellm.runs.output_lock import refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
@@ -34,9 +35,6 @@ from sparsellm.runs.workspace import work_directory
 
 CELLS = "cells"
 """Subfolder of a sweep with a folder for each cell."""
-
-SWEEP = "sweep.json"
-"""The file that marks the folder of a sweep and describes the sweep."""
 
 State = Literal["finished", "failed", "at work", "open"]
 
@@ -214,11 +212,6 @@ def run_sweep(
 def read_outcomes(sweep: Sweep, folder: str | Path) -> list[Outcome]:
     """The current state of each cell."""
     return [CellFolder(Path(folder), cell).outcome() for cell in sweep.cells]
-
-
-def is_sweep(folder: str | Path) -> bool:
-    """Whether a folder is the folder of a sweep."""
-    return (Path(folder) / SWEEP).is_file()
 
 
 def saved_sweep(folder: str | Path) -> Sweep:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from sparsellm.data.paths import local_path
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.coverage import Coverage
 from sparsellm.pruning.plan import PLANNED_LAYERS, PlannedLayer
@@ -101,5 +102,5 @@ def human_seconds(seconds: float) -> str:
 
 def free_disk(folder: Path) -> int:
     """Bytes that are free where a folder is or would be."""
-    path = folder.expanduser().absolute()
+    path = local_path(folder).absolute()
     return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterator
@@ -20,12 +19,13 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
-from sparsellm.data.json_files import is_text, strict_json
-from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.data.json_files import strict_json
+from sparsellm.errors import OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.runs.events import EventLog
-from sparsellm.runs.output_lock import aside, first_link, locked, recover_output, replacing
+from sparsellm.runs.output_folder import check_writable, files_outside_work
+from sparsellm.runs.output_lock import first_link, locked, replacing
 from sparsellm.runs.outputs import foreign_file
 from sparsellm.runs.publication import Paths, clean_copies, clean_settings
 from sparsellm.runs.quantized_output import save_scales
@@ -167,56 +167,12 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         InvalidSetting: The path is a link or mount point, not writable, or not a valid name.
         CannotResume: Another process is writing it.
     """
-    path = Path(output).expanduser().absolute()
-    if path.is_symlink() or path.is_mount():
-        raise InvalidSetting(f"{output} is a link or a mount point. Name a plain folder that does not exist yet.")
-    path = path.resolve()
-    if dense is not None and (path == (source := Path(dense).expanduser().resolve()) or path in source.parents):
-        raise OutputExists(
-            f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
-        )
-    recover_output(path)
-    if path.exists():
-        files = _relative_files(path) if path.is_dir() else {path.name}
-        outside_work = {name for name in files if not name.startswith(f"{WORK}/")}
-        if not overwrite and (outside_work or not files):
-            raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
-        link = first_link(path)
-        reason = f"{link.relative_to(path)}, which is a link" if link else foreign_file(path, outside_work)
-        if reason:
-            raise OutputExists(f"{output} holds {reason}. Move it away yourself, or choose another output.")
-    parent = next(folder for folder in path.parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InvalidSetting(f"{output} cannot be written: {parent} is not a writable folder.")
-    for name in (*path.relative_to(parent).parts, aside(path).name):
-        _check_name(output, parent / name)
+    path = check_writable(output, overwrite, dense)
+    link = first_link(path)
+    reason = f"{link.relative_to(path)}, which is a link" if link else foreign_file(path, files_outside_work(path))
+    if reason:
+        raise OutputExists(f"{output} holds {reason}. Move it away yourself, or choose another output.")
     return path
-
-
-def _check_name(output: str | Path, path: Path) -> None:
-    """Raise InvalidSetting for a name that is too long for the file system or is not UTF-8."""
-    if not is_text(path.name):
-        raise InvalidSetting(f"{str(output)!r} is not UTF-8 text. Choose another output.")
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            reason = f"the name {path.name[:40]}… has {len(os.fsencode(path.name))} bytes, more than the file system allows"
-            raise InvalidSetting(f"{output} cannot be written: {reason}. Choose a name that is 20 bytes shorter.") from None
-        raise
-
-
-def is_finished(output: str | Path) -> bool:
-    """Whether a run wrote this folder completely."""
-    path = Path(output).expanduser()
-    return (path / REPORT).is_file() and not (path / WORK).exists()
-
-
-def _relative_files(folder: Path) -> set[str]:
-    """Relative paths of all files in a folder and its subfolders."""
-    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()}
 
 
 @contextmanager

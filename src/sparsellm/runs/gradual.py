@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.data.json_files import finite
+from sparsellm.data.paths import local_path
 from sparsellm.errors import CannotResume, InvalidSetting
-from sparsellm.runs.export import check_output, is_finished
+from sparsellm.runs.export import check_output
 from sparsellm.runs.fingerprint import NOT_DECISIVE
 from sparsellm.runs.inputs import changed_input, current_inputs
 from sparsellm.runs.loading import open_model
+from sparsellm.runs.output_folder import is_finished
 from sparsellm.runs.output_lock import recover_output, refuse_links
 from sparsellm.runs.outputs import Output, read_finished, read_output
 from sparsellm.runs.publication import Paths
@@ -210,7 +212,7 @@ def read_stages(
             f"{recipe.pruned} is quantized, and gradual pruning would not keep its integers. "
             "Pass a checkpoint that was pruned without `values` and `bits`, or recover this one without `from` and `to`."
         )
-    path = Path(output).expanduser()
+    path = local_path(output)
     runs = dict(_runs(recipe, finished, sparsities, path))
     return GradualPruning(recipe, finished.digests.report, lowest, sparsities, path, runs)
 

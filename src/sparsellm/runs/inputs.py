@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.data.data_sets import is_saved
+from sparsellm.data.paths import local_path
 from sparsellm.data.texts import NAMES
 from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.evaluation.task_definitions import is_task_file
@@ -69,7 +70,7 @@ def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[st
 
 def text_contents(name: str) -> dict[str, str]:
     """Digests of a local text, data set or folder of tasks' data by the names of its files; empty for any other name."""
-    path = Path(name).expanduser()
+    path = local_path(name)
     try:
         inside = path.rglob("*") if is_saved(path) else path.glob("*.jsonl")
         files = [path] if path.is_file() else sorted(file for file in inside if file.is_file())
@@ -101,7 +102,7 @@ def check_kept(folder: Path, recipe: RunRecipe) -> None:
     Raises:
         OtherContents: It is not.
     """
-    output = read_output(folder.expanduser())
+    output = read_output(local_path(folder))
     paths = Paths(recipe)
     settings = paths.without(recipe).model_dump(mode="json", exclude=set(OF_THE_MACHINE))
     stored = output.content["recipe"]

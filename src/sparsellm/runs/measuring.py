@@ -25,6 +25,7 @@ from sparsellm.evaluation.task_definitions import is_task_file, prepare_tasks
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runs.display import Display
+from sparsellm.runs.early_checks import check_inputs
 from sparsellm.runs.events import (
     ANSWERING,
     CONTINUING,
@@ -120,6 +121,8 @@ def evaluate_recipes(
     """
     if not (runs[0][0].evaluate or runs[0][0].task):
         raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
+    for recipe, source in runs:
+        check_inputs(recipe, given=given, has_model=source is not None)
     results = []
     for number, (recipe, source) in enumerate(runs, 1):
         if len(runs) > 1:

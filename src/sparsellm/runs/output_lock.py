@@ -12,9 +12,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from sparsellm.data.paths import local_path
 from sparsellm.errors import CannotResume, OutputExists
-from sparsellm.runs.records import WORK
-from sparsellm.runtime.offload import ACTIVATIONS
+
+WORK = ".sparsellm"
+"""Name of the work folder in an unfinished output; a finished output has none."""
 
 LOCK = "lock"
 """Lock file in the work folder; the operating system releases it when the process that holds it ends."""
@@ -182,7 +184,7 @@ def aside(path: Path) -> Path:
 
 def _normalized_path(output: str | Path) -> Path:
     """Absolute path of an output, with links in its parent resolved."""
-    path = Path(output).expanduser().absolute()
+    path = local_path(output).absolute()
     return path.parent.resolve() / path.name
 
 
@@ -196,6 +198,8 @@ def _acquire(lock: FileLock, path: Path) -> None:
 
 def _remove_stale(work: Path) -> None:
     """Remove an unfinished export and offloaded activations of an earlier process."""
+    from sparsellm.runtime.offload import ACTIVATIONS  # imports torch
+
     for entry in work.iterdir():
         if entry.name in (EXPORT, REPLACED) or entry.name.startswith(ACTIVATIONS):
             remove(entry)

@@ -10,7 +10,8 @@ from typing import Any
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.data.json_files import is_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.runs.records import REPORT, WORK, SavedDigests, SavedReport, folder_path, read_record
+from sparsellm.runs.output_folder import check_finished, check_report
+from sparsellm.runs.records import REPORT, SavedDigests, SavedReport, folder_path, read_record
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,7 @@ class Output:
 def read_output(folder: Path) -> Output:
     """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
     file = folder / REPORT
-    if not file.is_file():
-        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
-        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
+    check_report(folder)
     report, content = read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)
     if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
@@ -60,9 +59,8 @@ def read_finished(output: str | Path) -> Output:
         InvalidSetting: The folder is not an output, or is unfinished.
         BadCheckpoint: The report is damaged, or files are missing.
     """
-    folder = folder_path(output)
-    if (folder / WORK).exists():
-        raise InvalidSetting(f"{output} is unfinished. Finish it first: resume the run that writes it.")
+    folder_path(output)  # refuses anything but a path
+    folder = check_finished(output)
     finished = read_output(folder)
     if missing := sorted(name for name in finished.report.files if not (folder / name).is_file()):
         raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
-from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.sparsellm import TrueSequential
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import METHODS, RULES
 from sparsellm.solvers import LayerSolver
@@ -43,12 +41,6 @@ class ObjectRecipe(Recipe):
                 f"{self.method}.needs must be a class of input statistics: TokenCount, InputRMS or Gram. Got {needs!r}."
             )
         return self
-
-    def to_method(self, blocks: int) -> BlockMethod:
-        if isinstance(self.given, BlockMethod):
-            return self.given
-        layerwise = TrueSequential if self.true_sequential else LayerWise
-        return layerwise(self.given, self.keep_zeros, self.integer_values)
 
     @property
     def reads_text(self) -> bool:

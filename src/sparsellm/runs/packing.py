@@ -14,10 +14,12 @@ from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, is_packed, metadata_of
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored
+from sparsellm.data.paths import local_path
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.differences import shape_difference
-from sparsellm.runs.export import check_output, claimed, is_finished
+from sparsellm.runs.export import check_output, claimed
+from sparsellm.runs.output_folder import is_finished
 from sparsellm.runs.outputs import read_output
 from sparsellm.runs.packed_card import dense_card, packed_card
 from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, read_checked, report_of
@@ -238,7 +240,7 @@ def packed_outputs(outputs: Mapping[Path, Recipe | RecoveryRecipe], *, resume: b
 
 def _is_packed_from(target: Path, output: Path) -> bool:
     """Whether a finished packed model is of the run that wrote a finished output."""
-    return is_finished(output) and read_output(target.expanduser()).repeats(read_output(output.expanduser()))
+    return is_finished(output) and read_output(local_path(target)).repeats(read_output(local_path(output)))
 
 
 def _check_configured(source: Source) -> None:

@@ -16,6 +16,7 @@ from sparsellm.errors import TooLarge
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
 from sparsellm.runs.costs import Cost, Work, rates, work
+from sparsellm.runs.early_checks import check_inputs
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
 from sparsellm.runs.events import RECOVERING, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
@@ -49,6 +50,7 @@ def plan_run(
         source: Model in memory that replaces the recipe's.
     """
     folder, report, refusal = Path(output or "."), Report(recipe), ""
+    check_inputs(recipe, given=given, has_model=source is not None)
     opened = open_model(recipe, source)
     if "calibration" not in (given or {}) and recipe.reads_text and recipe.calibration == "demo":
         opened.source.tokenizer()  # raises the error of a model without one

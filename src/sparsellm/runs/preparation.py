@@ -29,6 +29,7 @@ from sparsellm.runs.outputs import dtype_changed_before
 from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import RULES
+from sparsellm.runs.recipe_methods import method_of
 from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
@@ -149,7 +150,7 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
     blocks = opened.blocks
     if recipe.values and isinstance(opened.source, Checkpoint):
         check_unrounded(recipe.model, read_scales(opened.source.folder))
-    method = recipe.to_method(len(blocks))
+    method = method_of(recipe, len(blocks))
     coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
     if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):
         raise UnsupportedModel(

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from sparsellm.checkpoints.files import DEMO, is_hub_name
+from sparsellm.data.paths import home, local_path
 from sparsellm.data.texts import NAMES
 from sparsellm.evaluation.task_definitions import is_task_file
 from sparsellm.runs.recipe import RunRecipe
@@ -40,7 +41,8 @@ class Paths:
             for path in (value,) if isinstance(value, str) else value or ():
                 if not is_hub_name(path) if field == "model" else is_file(path):
                     self._add(path)
-        for folder in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)):
+        machine = (home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix))
+        for folder in filter(None, machine):
             for path in (str(folder), str(folder.resolve())):
                 if len(PurePath(path).parts) > 1:
                     self._names.setdefault(path, PurePath(path).name)
@@ -51,7 +53,7 @@ class Paths:
 
     def _add(self, path: str) -> None:
         """Name a path as written, as an absolute path, and with links resolved."""
-        absolute = Path(path).expanduser().absolute()
+        absolute = local_path(path).absolute()
         name, number = absolute.name or path, 1
         while name in self._names.values() and absolute.as_posix() not in self._names:
             number += 1
@@ -129,7 +131,7 @@ def local_files(recipe: RunRecipe) -> list[tuple[str, str]]:
 def is_file(path: str) -> bool:
     """Whether a recipe's value is a path, and not the name of a text or of an allocation rule."""
     try:
-        return Path(path).expanduser().is_absolute() or Path(path).expanduser().exists()
+        return local_path(path).is_absolute() or local_path(path).exists()
     except (OSError, ValueError, RuntimeError):
         return False
 

@@ -1,21 +1,13 @@
-"""Recipes: all settings of a run as validated data."""
+"""Recipes: all settings of a run as validated data. Imports no torch, so that a wrong value is told at once."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
 
 import yaml
 from pydantic import field_validator, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.methods import BlockMethod
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
-from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.rounding import IntegerValues
-from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
-from sparsellm.pruning.selection import select_blocks
 from sparsellm.runs.recipe_fields import (
     ALLOCATIONS,
     RULES,
@@ -26,22 +18,7 @@ from sparsellm.runs.recipe_fields import (
     fields_of_others,
     parse_size,
 )
-from sparsellm.solvers import LayerSolver, Magnitude, Wanda
-from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
-from sparsellm.solvers.quantization import default_group_size
-from sparsellm.solvers.sparsegpt import SparseGPT
-
-SOLVERS: dict[str, Callable[[], LayerSolver]] = {
-    "magnitude": Magnitude,
-    "wanda": Wanda,
-    "sparsegpt": SparseGPT,
-    "fast-admm": FastADMM,
-    "alps": ALPS,
-    "alps-accurate": ALPS.accurate,
-}
-"""Layer solvers by name; each is also a layer-wise method of that name."""
 
 EFFORTS: dict[str, tuple[SolverName, str]] = {
     "fast": ("fast-admm", "none"),
@@ -218,15 +195,6 @@ class Recipe(RunRecipe, RecipeFields):
         return self.values is not None or self.bits is not None
 
     @property
-    def integer_values(self) -> IntegerValues | None:
-        """`values` and `group_size` as the methods take them."""
-        if self.values is None:
-            return None
-        bits = int(self.values.removeprefix("int"))
-        size = default_group_size(bits, 1 - self.pattern.sparsity) if self.group_size is None else self.group_size
-        return IntegerValues(bits, size)
-
-    @property
     def allocation_rule(self) -> str:
         if self.bits is not None:
             return RULES[-1]
@@ -243,27 +211,6 @@ class Recipe(RunRecipe, RecipeFields):
     def resolved_scope(self) -> str:
         """`scope`, or the one that `effort` sets."""
         return self.scope or EFFORTS[self.effort][1]
-
-    def to_method(self, blocks: int) -> BlockMethod:
-        """Build the pruning method for a model with this number of blocks."""
-        solver = SOLVERS[self.inner_solver if self.method == "sparsellm" else self.method]()
-        if self.in_float32:
-            solver = _in_float32(solver)
-        if self.method != "sparsellm":
-            layerwise = TrueSequential if self.true_sequential else LayerWise
-            return layerwise(solver, self.keep_zeros, self.integer_values)
-        if self.as_published:
-            scope = None if self.scope in (None, "feedforward") else select_blocks(self.scope, blocks)
-            return PublishedSparseLLM(
-                solver, self.epochs, self.alpha, self.beta, scope=scope, keep_zeros=self.keep_zeros, values=self.integer_values
-            )
-        return SparseLLM(
-            solver=solver,
-            gauss_newton_steps=self.gauss_newton_steps,
-            scope="none" if self.resolved_scope == "none" else "feedforward",
-            keep_zeros=self.keep_zeros,
-            values=self.integer_values,
-        )
 
     @property
     def reads_text(self) -> bool:
@@ -286,10 +233,3 @@ class Recipe(RunRecipe, RecipeFields):
         values = f", values {self.values}" if self.values else ""
         size = self.size_label if self.sparsity is None else self.pattern.describe()
         return f"{self.method}{detail}, {size}{values}"
-
-
-def _in_float32(solver: LayerSolver) -> LayerSolver:
-    """A solver without products in bfloat16."""
-    if isinstance(solver, ALPS) and solver.with_curvature:
-        return replace(solver, with_curvature=replace(solver.with_curvature, low_precision=False))
-    return replace(solver, low_precision=False) if isinstance(solver, FastADMM) else solver

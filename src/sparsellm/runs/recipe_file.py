@@ -13,8 +13,7 @@ from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest, printable
 from sparsellm.runs.publication import is_file, local_files
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.recipe_fields import METHODS
-from sparsellm.runs.records import load_report
+from sparsellm.runs.recipe_fields import ALLOCATIONS, METHODS
 
 Kind = TypeVar("Kind", bound=RunRecipe)
 
@@ -59,6 +58,22 @@ def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None, 
     return recipes
 
 
+def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
+    """Read the recipe of a search, as `read_recipe` does; its sparsity is one that the other fields allow.
+
+    Raises:
+        InvalidSetting: As `read_recipe`, and if a file sets the sparsities.
+        BadCheckpoint: As `read_recipe`.
+    """
+    bounds = ((read_fields(Path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
+    recipe = read_recipe({**settings, "sparsity": str(bounds).split(":")[0] if bounds else "50%"}, config)
+    if (rule := recipe.allocation_rule) not in ALLOCATIONS:
+        raise InvalidSetting(
+            f"`allocation` {rule} sets the sparsities itself, but a search needs a rule: {', '.join(ALLOCATIONS)}."
+        )
+    return recipe
+
+
 def split_sparsity(value: Any) -> list[Any]:
     """The sparsities in a recipe's value: the items of a list or of a text with commas; empty for one sparsity."""
     if isinstance(value, str):
@@ -100,7 +115,7 @@ def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
 def read_fields(path: Path) -> dict[str, Any]:
     """Read the fields of a recipe file or of a report's recipe. Raises InvalidSetting for an unknown field."""
     saved = _is_report(path)
-    content = load_report(path).recipe if saved else read_mapping(path, "recipe")
+    content = _recipe_in_report(path) if saved else read_mapping(path, "recipe")
     if saved and "pruned" in content:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
     if saved and content.get("method", "sparsellm") not in METHODS:
@@ -113,6 +128,13 @@ def read_fields(path: Path) -> dict[str, Any]:
                 f"The recipe {path} has an unknown field {str(key)!r}. {nearest(str(key), Recipe.model_fields)}"
             )
     return content
+
+
+def _recipe_in_report(path: Path) -> dict[str, Any]:
+    """The recipe in a report."""
+    from sparsellm.runs.records import load_report  # imports torch, which a recipe in YAML does without
+
+    return load_report(path).recipe
 
 
 def _is_report(path: Path) -> bool:

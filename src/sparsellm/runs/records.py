@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from sparsellm.data.json_files import read_json
+from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
 from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.methods import StoredPattern
+from sparsellm.runs.output_folder import REPORT as REPORT
+from sparsellm.runs.output_folder import WORK as WORK
 from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.result_records import Finite, Index, Number, Record, SavedFigure, SavedGradual, SavedTraining
 from sparsellm.runs.speed_record import Bench
@@ -19,12 +22,6 @@ from sparsellm.runtime.memory import human_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-REPORT = "sparsellm.json"
-"""Name of the report file beside the weights."""
-
-WORK = ".sparsellm"
-"""Name of the work folder in an unfinished output; a finished output has none."""
 
 TRAINING_STATE = "training"
 """Name under which the journal of a run has the state of its training."""
@@ -255,7 +252,7 @@ def folder_path(output: str | Path) -> Path:
             f"A folder that a run wrote is needed, got {type(output).__name__}. "
             "Write the result of a run with save_pretrained, which verifies what it writes, and pass the folder."
         )
-    return Path(output).expanduser()
+    return local_path(output)
 
 
 def load_report(run: str | Path) -> SavedReport:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Literal
 
 from pydantic import model_validator
 
+from sparsellm.data.paths import local_path
 from sparsellm.errors import InvalidSetting
 from sparsellm.runs.recipe import NEEDS_TEXT, SCOPE_STEPS, RunRecipe
 from sparsellm.runs.recipe_fields import RecoveryFields
@@ -42,7 +43,7 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
     @property
     def has_teacher(self) -> bool:
         """Whether a dense model was given. Without one, `model` is the pruned checkpoint itself."""
-        return Path(self.model).expanduser().resolve() != Path(self.pruned).expanduser().resolve()
+        return local_path(self.model).resolve() != local_path(self.pruned).resolve()
 
     @property
     def resolved_loss(self) -> Literal["kl", "hidden", "text"]:

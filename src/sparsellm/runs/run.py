@@ -23,6 +23,7 @@ from sparsellm.methods import BlockMethod
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.journal import Journal
 from sparsellm.recovery.block_training import split_batches
+from sparsellm.runs.early_checks import check_inputs
 from sparsellm.runs.events import (
     GENERATING,
     LOADING,
@@ -87,6 +88,7 @@ def run(
     Raises:
         SparseLLMError: See `sparsellm.errors`.
     """
+    check_inputs(recipe, given=given, has_model=source is not None)
     log, report = EventLog(), Report(recipe)
     observer = combine_observers(log, observe)
     with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):

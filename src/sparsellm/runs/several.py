@@ -8,13 +8,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sparsellm.data.paths import local_path
 from sparsellm.errors import CannotResume, OutputExists
 from sparsellm.pruning.journal import JOURNAL
 from sparsellm.runs.events import WRITING, NextRun, Observer, Stage
-from sparsellm.runs.export import check_output, is_finished
+from sparsellm.runs.export import check_output
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.gradual import GradualPruning
 from sparsellm.runs.inputs import Inputs, SameInputs, check_kept
+from sparsellm.runs.output_folder import is_finished
 from sparsellm.runs.output_lock import recover_output, refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import WORK
@@ -72,7 +74,7 @@ def check_outputs(
         gradual.check(resume=resume, restart=restart, overwrite=overwrite)
         return
     if len(folders) > 1:
-        path = Path(output).expanduser()
+        path = local_path(output)
         refuse_links(path, path / WORK)
         unfinished = (path / WORK).exists()
         entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
@@ -178,7 +180,7 @@ def shared_results(output: str | Path, folders: Collection[Path], observer: Obse
     if len(folders) == 1:
         yield None
         return
-    work = Path(output).expanduser() / WORK
+    work = local_path(output) / WORK
     if collectives.is_main():
         work.mkdir(parents=True, exist_ok=True)
     try:
@@ -198,7 +200,7 @@ def _clean_up(work: Path, folders: Collection[Path], error: BaseException) -> No
     if finished := sum(map(is_finished, folders)):
         are = "is" if finished == 1 else "are"
         error.add_note(f"{finished} of {len(folders)} outputs {are} finished and kept: pass `resume` to continue")
-    if not any(folder.expanduser().exists() for folder in folders):
+    if not any(local_path(folder).exists() for folder in folders):
         shutil.rmtree(work, ignore_errors=True)
         with suppress(OSError):
             work.parent.rmdir()  # fails unless it is empty

@@ -46,6 +46,7 @@ from sparsellm.runs.events import (
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RULES
+from sparsellm.runs.recipe_methods import integer_values
 from sparsellm.runs.records import TRAINING_STATE, WHOLE_MODEL
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -82,7 +83,7 @@ def prune_model(
     metrics: Sequence[Tensor] = []
     factors: Mapping[str, FisherFactors] = {}
     allocated: Allocated | None = None
-    values: Values | None = recipe.integer_values if isinstance(recipe, Recipe) else None
+    values: Values | None = integer_values(recipe) if isinstance(recipe, Recipe) else None
     with facts or nullcontext(journal) as cache:
         if ready.method.needs_fisher:
             with phase(SENSITIVITIES, report, observer, unit="block") as advance:

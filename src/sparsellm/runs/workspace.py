@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoints.stamps import SourceChanged
+from sparsellm.data.paths import local_path
 from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.pruning.journal import JOURNAL, Journal
 from sparsellm.runs.output_lock import LOCK, locked, refuse_links, remove
@@ -58,7 +59,7 @@ def work_directory(output: str | Path, resume: bool = False, restart: bool = Fal
     Raises:
         CannotResume: The output is unfinished and neither is set, or another process works on it.
     """
-    path = Path(output).expanduser().absolute()
+    path = local_path(output).absolute()
     if not collectives.is_main():
         with _secondary_directory(path) as work:
             yield work

@@ -1,5 +1,7 @@
 """Sparsity patterns: a fraction of a layer's weights (`Unstructured`), or N of every M weights along a row (`NM`).
 
+Imports torch only where a mask is made, so that settings can be checked without it.
+
 "N:M" is meant as in the SparseGPT and SparseLLM papers: N of every M consecutive weights are REMOVED, so 3:4 is 75 %.
 """
 
@@ -9,13 +11,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.runtime import devices
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXAMPLES = "Write 70%, 0.7, 2:4, 3:4 or 4:8."
 
@@ -66,6 +67,8 @@ class Unstructured:
         Returns:
             (out, in) bool, True where a weight is kept.
         """
+        import torch
+
         total = self.count_removed(score.numel())
         if not per_row:
             return keep_largest(score, total)
@@ -139,6 +142,8 @@ class NM:
         Returns:
             (out, in) bool, True where a weight is kept.
         """
+        import torch
+
         self.check((score.shape[0], score.shape[1]))
         groups = score.unflatten(1, (-1, self.group))
         position = torch.arange(self.group, device=score.device)
@@ -170,13 +175,13 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
         score: Scores of any shape, finite.
         removed: Number of False entries in the mask.
     """
+    import torch
+
     if removed <= 0:
         return torch.ones_like(score, dtype=torch.bool)
     flat = score.flatten()
-    if devices.queued(flat.device):  # a threshold would need a synchronisation
-        return (
-            torch.ones_like(flat, dtype=torch.bool).index_fill_(0, flat.argsort(stable=True)[:removed], False).view(score.shape)
-        )
+    if flat.device.type != "cpu":
+        return _all_but_smallest(flat, removed).view(score.shape)
     threshold = _kth_smallest(flat, removed)
     keep = flat > threshold
     kept_ties = flat.numel() - removed - int(keep.count_nonzero())  # number of scores equal to the threshold that are kept
@@ -186,8 +191,18 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
     return keep.view(score.shape)
 
 
+def _all_but_smallest(flat: Tensor, removed: int) -> Tensor:
+    """The mask of `keep_largest` by sorting: on an accelerator a threshold would need a synchronisation."""
+    import torch
+
+    return torch.ones_like(flat, dtype=torch.bool).index_fill_(0, flat.argsort(stable=True)[:removed], False)
+
+
 def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:
     """The k-th smallest entry, k from 1. NumPy's partition is several times faster than `kthvalue`."""
+    import numpy as np
+    import torch
+
     if flat.dtype in (torch.float32, torch.float64):
         return float(np.partition(flat.detach().numpy(), k - 1)[k - 1])
     return flat.kthvalue(k).values

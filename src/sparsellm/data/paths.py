@@ -1,0 +1,38 @@
+"""Paths as users write them, with `~`, and what this machine must have for them."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from sparsellm.errors import InvalidSetting
+
+
+def local_path(path: str | Path) -> Path:
+    """The path with a home folder in place of `~`. Raises InvalidSetting if this machine does not know that folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InvalidSetting(
+            f"{path} begins with a home folder that this machine does not know. Write the whole path, or set HOME."
+        ) from None
+
+
+def home() -> Path | None:
+    """The user's home folder; None for a user without one, as in containers."""
+    with suppress(RuntimeError):
+        return Path.home()
+    return None
+
+
+def check_machine() -> None:
+    """Raise InvalidSetting unless this process has a working folder and one for temporary files, which every run needs."""
+    try:
+        Path.cwd()
+    except OSError:
+        raise InvalidSetting("The working folder was removed. Change to a folder that exists.") from None
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        raise InvalidSetting("There is no writable folder for temporary files. Set TMPDIR to one.") from None

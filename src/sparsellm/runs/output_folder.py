@@ -1,0 +1,105 @@
+"""Output folders by their names and the files in them, without reading any: whether one is finished, or can be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from sparsellm.data.json_files import is_text
+from sparsellm.data.paths import local_path
+from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.runs.output_lock import WORK as WORK
+from sparsellm.runs.output_lock import aside, recover_output
+
+REPORT = "sparsellm.json"
+"""Name of the report file beside the weights."""
+
+SWEEP = "sweep.json"
+"""Name of the file that makes a folder that of a sweep."""
+
+
+def check_writable(output: str | Path, overwrite: bool = False, dense: str | Path | None = None) -> Path:
+    """Check that an output folder can be written, but for whether `overwrite` would replace files of others.
+
+    Cleans up what a killed process left of it.
+
+    Args:
+        overwrite: Allow a folder that is empty or that a run wrote.
+        dense: Folder of the dense model, which is never overwritten.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        OutputExists: The folder exists and may not be overwritten.
+        InvalidSetting: The path is a link or mount point, not writable, or not a valid name.
+        CannotResume: Another process is writing it.
+    """
+    path = local_path(output).absolute()
+    if path.is_symlink() or path.is_mount():
+        raise InvalidSetting(f"{output} is a link or a mount point. Name a plain folder that does not exist yet.")
+    path = path.resolve()
+    if dense is not None and (path == (source := local_path(dense).resolve()) or path in source.parents):
+        raise OutputExists(
+            f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
+        )
+    recover_output(path)
+    if path.exists() and not overwrite and (files_outside_work(path) or not (path / WORK).is_dir()):
+        raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InvalidSetting(f"{output} cannot be written: {parent} is not a writable folder.")
+    for name in (*path.relative_to(parent).parts, aside(path).name):
+        _check_name(output, parent / name)
+    return path
+
+
+def _check_name(output: str | Path, path: Path) -> None:
+    """Raise InvalidSetting for a name that is too long for the file system or is not UTF-8."""
+    if not is_text(path.name):
+        raise InvalidSetting(f"{str(output)!r} is not UTF-8 text. Choose another output.")
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            reason = f"the name {path.name[:40]}… has {len(os.fsencode(path.name))} bytes, more than the file system allows"
+            raise InvalidSetting(f"{output} cannot be written: {reason}. Choose a name that is 20 bytes shorter.") from None
+        raise
+
+
+def is_finished(output: str | Path) -> bool:
+    """Whether a run wrote this folder completely."""
+    path = local_path(output)
+    return (path / REPORT).is_file() and not (path / WORK).exists()
+
+
+def files_outside_work(path: Path) -> set[str]:
+    """Relative paths of all files in an output and its subfolders, but for its work folder; of a file its name."""
+    if not path.is_dir():
+        return {path.name}
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+    return {name for name in files if not name.startswith(f"{WORK}/")}
+
+
+def check_report(folder: Path) -> None:
+    """Raise InvalidSetting unless a folder has the report of a run."""
+    if not (folder / REPORT).is_file():
+        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
+        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
+
+
+def check_finished(output: str | Path) -> Path:
+    """The folder of a finished output. Raises InvalidSetting if it is unfinished, or no output."""
+    folder = local_path(output)
+    if (folder / WORK).exists():
+        raise InvalidSetting(f"{output} is unfinished. Finish it first: resume the run that writes it.")
+    check_report(folder)
+    return folder
+
+
+def is_sweep(folder: str | Path) -> bool:
+    """Whether a folder is the folder of a sweep."""
+    return (Path(folder) / SWEEP).is_file()

@@ -1,0 +1,96 @@
+"""What can be known without torch, which takes seconds to import, is said without it. Each command is a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "transformers", "datasets"}
+
+CODE = """import atexit, sys
+atexit.register(lambda: print("loaded", *sorted({names!r} & set(sys.modules)), file=sys.stderr))
+from sparsellm.cli.app import app
+app({words!r}, "sparsellm")
+"""
+
+PRUNE = ("prune", "demo:opt", "out", "--method", "wanda", "--calibration", "text.txt")
+
+
+def run(folder: Path, *words: str) -> tuple[int, str, set[str]]:
+    """The exit status of a command in a process of its own, what it says on stderr, and the heavy libraries it loaded."""
+    code = CODE.format(names=HEAVY, words=[*words])
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    message, _, loaded = done.stderr.rpartition("loaded")
+    return done.returncode, " ".join(message.split()), set(loaded.split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, files that cannot be read as texts, and a folder that exists."""
+    made = tmp_path_factory.mktemp("inputs")
+    (made / "text.txt").write_text("some words " * 100)
+    (made / "empty.txt").touch()
+    (made / "words.doc").write_text("words")
+    (made / "exists").mkdir()
+    (made / "exists" / "file").touch()
+    (made / "faulty.yaml").write_text("model: demo:opt\nsparsty: 50%\n")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ((*PRUNE, "--sparsity", "70"), "--sparsity must be in [0, 1), got 70"),
+        ((*PRUNE, "--samples", "0"), "--samples"),
+        ((*PRUNE, "--effort", "fsat"), "'fast'"),
+        ((*PRUNE, "--values", "int4", "--group-size", "100"), "multiple of 64"),
+        ((*PRUNE, "--epochs", "2"), "--epochs belongs to"),
+        ((*PRUNE, "--allocation", "no.yaml"), "The allocation no.yaml cannot be read: No such file"),
+        ((*PRUNE, "--architecture", "no.yaml"), "The architecture no.yaml cannot be read: No such file"),
+        ((*PRUNE, "--evaluate", "no.txt"), "There is no file"),
+        ((*PRUNE, "--task", "boolq", "--task-data", "nowhere"), "There is no folder nowhere"),
+        (("prune", "./nowhere", "out", "--method", "magnitude"), "There is no folder ./nowhere"),
+        (("prune", "no-such-model", "out", "--method", "magnitude"), "There is no folder no-such-model"),
+        (("prune", "demo:bert", "out", "--method", "magnitude"), "demo:bert"),
+        (("prune", "demo:opt", "exists", "--method", "magnitude"), "exists exists. Choose another name"),
+        (("prune", "demo:opt", "out", "--calibration", "empty.txt"), "empty.txt is empty"),
+        (("prune", "demo:opt", "out", "--calibration", "words.doc"), "'.doc'"),
+        (("prune", "--config", "faulty.yaml", "out"), "'sparsity'"),
+        (("plan", "demo:opt", "--calibration", "no.txt"), "There is no file"),
+        (("plan", "demo:opt", "--recover", "nowhere", "--calibration", "text.txt"), "nowhere is not a folder"),
+        (("recover", "exists", "out", "--against", "demo:opt", "--calibration", "text.txt"), "was not written by sparsellm"),
+        (("search", "demo:opt", "exists", "--max-size", "1MB", "--method", "magnitude"), "exists exists"),
+        (("search", "demo:opt", "out", "--max-size", "1MB", "--step", "x", "--method", "magnitude"), "--step must be"),
+        (("sweep", "no.yaml"), "The sweep no.yaml cannot be read"),
+        (("evaluate", "demo:opt", "--text", "no.txt"), "There is no file"),
+        (("evaluate", "./nowhere", "--text", "text.txt"), "There is no folder ./nowhere"),
+        (("inspect", "./nowhere"), "There is no folder ./nowhere"),
+        (("inspect", "demo:opt", "--expect", "70"), "[0, 1)"),
+        (("verify", "nowhere"), "nowhere is not a folder"),
+        (("verify", "exists"), "was not written by sparsellm"),
+        (("push", "exists", "me/model"), "was not written by sparsellm"),
+        (("report", "nowhere"), "nowhere does not exist"),
+        (("compare", "nowhere", "exists"), "nowhere does not exist"),
+        (("pack", "./nowhere", "out"), "There is no folder ./nowhere"),
+        (("pack", "demo:opt", "exists"), "exists exists"),
+        (("unpack", "./nowhere", "out"), "There is no folder ./nowhere"),
+        (("export", "demo:opt", "exists"), "exists exists"),
+        (("bench", "./nowhere"), "There is no folder ./nowhere"),
+        (("demo", "--output", "exists"), "exists exists"),
+    ],
+)
+def test_a_wrong_input_is_told_without_torch(
+    words: tuple[str, ...], part: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value, a path that is missing or cannot be read, and an output that exists; by every command."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = sorted(folder.iterdir())
+    status, message, loaded = run(folder, *words)
+    assert status == 1
+    assert part in message
+    assert message.count("error:") == 1
+    assert not loaded
+    assert sorted(folder.iterdir()) == before
