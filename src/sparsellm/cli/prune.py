@@ -54,9 +54,10 @@ def prune(
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
+        from sparsellm.data.paths import local_path
         from sparsellm.runs.recipe_file import read_fields, read_recipes
 
-        if config and output is None and model is not None and "model" in read_fields(Path(config)):
+        if config and output is None and model is not None and "model" in read_fields(local_path(config)):
             model, output = None, model  # the recipe names the model, so the only argument is the output
         if model is not None:
             settings["model"] = model

@@ -51,9 +51,11 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with report_errors(context):
+        from sparsellm.data.paths import check_machine, local_path
         from sparsellm.data.yaml_files import read_mapping
 
-        read_mapping(Path(file), "sweep")
+        check_machine()
+        read_mapping(local_path(file), "sweep")
 
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.reports.comparison import grid, legend, table, to_json, write_tables
@@ -65,7 +67,7 @@ def sweep(
         from sparsellm.runtime import watchdog
 
         cells = read_sweep(file, smoke=smoke, changes=changes or ())
-        folder = Path(output or Path(file).stem)
+        folder = local_path(output or Path(file).stem)
         if list_cells:
             outcomes = read_outcomes(cells, folder)
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]

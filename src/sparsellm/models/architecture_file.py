@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsellm.data.paths import local_path
 from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.models.architectures import Architecture, Split
@@ -28,7 +29,7 @@ def read_architecture(path: str | Path) -> Architecture:
         InvalidSetting: The file cannot be read, a field is unknown, missing or malformed, or the feed-forward part names a
             layer that is in no group.
     """
-    content = read_mapping(Path(path), "architecture", advice=ADVICE)
+    content = read_mapping(local_path(path), "architecture", advice=ADVICE)
     for field in content:
         if field not in FIELDS:
             raise InvalidSetting(f"The architecture {path} has an unknown field {field!r}. {nearest(str(field), FIELDS)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from sparsellm.data.paths import local_path
 from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan, StoredPattern
@@ -138,7 +139,7 @@ def plan_from_file(path: str | Path, plan: Plan, layers: Sequence[LayerName], pa
     Raises:
         InvalidSetting: A name matches no layer, the shape of a layer does not fit its pattern, or the total cannot be reached.
     """
-    patterns = _read_patterns(Path(path))
+    patterns = _read_patterns(local_path(path))
     planned = [layer for layer in layers if layer.full_name in plan]
     shapes = {layer.full_name: layer.shape for layer in planned}
     matches = {wildcard: matching(planned, wildcard, str(path)) for wildcard in patterns}

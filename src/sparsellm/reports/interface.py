@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 import torch
 
+from sparsellm.data.paths import local_path
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.reports.commands import bench_command
@@ -98,7 +99,7 @@ def sweep(
     cells = read_sweep(file, smoke=smoke, changes=[f"{name}={json.dumps(value)}" for name, value in (changes or {}).items()])
     if output is None and isinstance(file, Mapping):
         raise InvalidSetting("A sweep without a file needs a folder: pass `output`.")
-    folder = Path(output or Path(str(file)).stem)
+    folder = local_path(output or Path(str(file)).stem)
     with Display("auto" if progress else "off") as display:
         outcomes = run_sweep(
             cells,
@@ -196,7 +197,7 @@ def report(
         )
     _check_page(output, overwrite=overwrite)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
-    file = Path(output or f"{page_name(run)}.html")
+    file = local_path(output or f"{page_name(run)}.html")
     check_files([file], overwrite=overwrite)
     page, plots = report_page(run)
     write_files({file: page.encode()} | (figure_files(plots, figures) if figures else {}), overwrite=overwrite)
@@ -224,7 +225,7 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None, *, ove
     _check_page(output, overwrite=overwrite)
     comparison = read_comparison(runs)
     if output:
-        write_files({Path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
+        write_files({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
     return comparison
 
 
@@ -277,7 +278,7 @@ def bench(
         measured = measure_bench(packed, against, batches=batches, threads=counts, tokens=tokens, observe=observe)
     if output:
         command = bench_command(packed, against, batches=batches, threads=counts, tokens=tokens)
-        write_files({Path(output): speed_page(measured, command).encode()}, overwrite=overwrite)
+        write_files({local_path(output): speed_page(measured, command).encode()}, overwrite=overwrite)
     if record:
         record_speed(packed, measured)
     return measured
@@ -287,7 +288,7 @@ def _check_page(output: str | Path | None, *, overwrite: bool) -> None:
     """Check that a page can be written, if there is to be one; a folder may be that of a second run."""
     if output is None:
         return
-    if not isinstance(output, (str, Path)) or Path(output).is_dir():
+    if not isinstance(output, (str, Path)) or local_path(output).is_dir():
         got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
         raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write; for several runs use compare.")
-    check_files([Path(output)], overwrite=overwrite)
+    check_files([local_path(output)], overwrite=overwrite)

@@ -13,6 +13,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
+from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, plural
 from sparsellm.reports.commands import (
     compare_command,
@@ -121,7 +122,7 @@ def _content(run: str | Path | Result) -> dict[str, Any]:
 def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:
     """The content of each plot as SVG and as PNG, by file."""
     formats: tuple[Literal["svg", "png"], ...] = ("svg", "png")
-    return {Path(folder, f"{plot.name}.{suffix}"): plot.save(suffix) for plot in plots for suffix in formats}
+    return {local_path(folder) / f"{plot.name}.{suffix}": plot.save(suffix) for plot in plots for suffix in formats}
 
 
 def verdict(report: SavedReport, verified: bool) -> str:

@@ -10,6 +10,7 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError, model_validator
 
+from sparsellm.data.paths import local_path
 from sparsellm.data.yaml_files import read_mapping, read_value
 from sparsellm.errors import InvalidSetting
 from sparsellm.reports.sweep_cells import Cell, Published, Sweep, check_known, in_words, known_label, label_of, written
@@ -76,7 +77,7 @@ def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, cha
     """
     name, title = ("the sweep", "Sweep") if isinstance(file, Mapping) else (str(file), Path(file).stem)
     try:
-        content = file if isinstance(file, Mapping) else read_mapping(Path(file), "sweep")
+        content = file if isinstance(file, Mapping) else read_mapping(local_path(file), "sweep")
         given = {field: value for field, value in content.items() if value is not None}
         return _sweep(_SweepFile.model_validate(given), title, smoke=smoke, changes=changes)
     except ValidationError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
+from sparsellm.data.paths import home
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe, RunRecipe
@@ -58,7 +59,9 @@ def bf16_speedup(device: torch.device) -> float:
 
     The first call on a machine measures it. Later ones, also of other processes, read the result from the user's cache.
     """
-    file = _cache_folder() / "bf16_speedup.json"
+    if (folder := _cache_folder()) is None:
+        return measure_speedup(device)
+    file = folder / "bf16_speedup.json"
     key = f"{_processor(device)}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     known = _read(file)
     if key not in known:
@@ -100,10 +103,11 @@ def _processor(device: torch.device) -> str:
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def _cache_folder() -> Path:
-    """The user's cache folder of this package."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "sparsellm"
+def _cache_folder() -> Path | None:
+    """The user's cache folder of this package; None for a user without a home folder."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "sparsellm"
+    return None if (own := home()) is None else own / ".cache" / "sparsellm"
 
 
 def _read(file: Path) -> dict[str, float]:

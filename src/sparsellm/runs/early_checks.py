@@ -47,13 +47,15 @@ def check_inputs(recipe: RunRecipe, *, given: Collection[str] | None = None, has
 def _check_readable(file: str, kind: str) -> None:
     """Raise InvalidSetting for a YAML file that cannot be read, as `read_mapping` does; its content is checked later."""
     try:
-        read_bytes(Path(file))
+        read_bytes(local_path(file))
     except Unreadable as error:
         raise InvalidSetting(f"The {kind} {file} cannot be read: {error}.") from None
 
 
 def check_model(name: str, revision: str | None = None) -> None:
     """Raise SparseLLMError if there is no such model, as far as it is known without a network."""
+    check_machine()
+
     from huggingface_hub.constants import HF_HUB_OFFLINE  # reads the environment as the hub's functions do
 
     if find_local(name, revision) is None and HF_HUB_OFFLINE:
@@ -69,6 +71,7 @@ def check_recovery(settings: Mapping[str, Any]) -> None:
 
 def check_results(folder: str | Path) -> Path:
     """The folder of a run or a sweep as a path. Raises InvalidSetting if it is neither."""
+    check_machine()
     path = local_path(folder)
     if not is_sweep(path) and not (path / REPORT).is_file():
         problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"

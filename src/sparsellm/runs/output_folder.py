@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from sparsellm.data.json_files import is_text
-from sparsellm.data.paths import local_path
+from sparsellm.data.paths import check_machine, local_path
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.runs.output_lock import WORK as WORK
 from sparsellm.runs.output_lock import aside, recover_output
@@ -36,6 +36,7 @@ def check_writable(output: str | Path, overwrite: bool = False, dense: str | Pat
         InvalidSetting: The path is a link or mount point, not writable, or not a valid name.
         CannotResume: Another process is writing it.
     """
+    check_machine()
     path = local_path(output).absolute()
     if path.is_symlink() or path.is_mount():
         raise InvalidSetting(f"{output} is a link or a mount point. Name a plain folder that does not exist yet.")
@@ -93,6 +94,7 @@ def check_report(folder: Path) -> None:
 
 def check_finished(output: str | Path) -> Path:
     """The folder of a finished output. Raises InvalidSetting if it is unfinished, or no output."""
+    check_machine()
     folder = local_path(output)
     if (folder / WORK).exists():
         raise InvalidSetting(f"{output} is unfinished. Finish it first: resume the run that writes it.")

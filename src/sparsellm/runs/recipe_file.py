@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from sparsellm.data.json_files import Unreadable, check_value, is_path
+from sparsellm.data.paths import local_path
 from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest, printable
 from sparsellm.runs.publication import is_file, local_files
@@ -65,7 +66,7 @@ def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -
         InvalidSetting: As `read_recipe`, and if a file sets the sparsities.
         BadCheckpoint: As `read_recipe`.
     """
-    bounds = ((read_fields(Path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
+    bounds = ((read_fields(local_path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
     recipe = read_recipe({**settings, "sparsity": str(bounds).split(":")[0] if bounds else "50%"}, config)
     if (rule := recipe.allocation_rule) not in ALLOCATIONS:
         raise InvalidSetting(
@@ -83,7 +84,7 @@ def split_sparsity(value: Any) -> list[Any]:
 
 def _merged(settings: Mapping[str, Any], config: str | Path | None) -> dict[str, Any]:
     """The fields of a file and of the settings, which override it. Raises InvalidSetting if there is no model."""
-    merged = (read_fields(Path(config)) if config is not None else {}) | dict(settings)
+    merged = (read_fields(local_path(config)) if config is not None else {}) | dict(settings)
     if "model" not in merged:
         raise InvalidSetting("There is no model: pass `model`, or set `model:` in the recipe file.")
     return merged
@@ -91,7 +92,7 @@ def _merged(settings: Mapping[str, Any], config: str | Path | None) -> dict[str,
 
 def _check_files(recipe: Recipe, settings: Mapping[str, Any], config: str | Path | None) -> None:
     """Raise InvalidSetting if a report, which has only the last component of local paths, names files that are not here."""
-    if config is not None and _is_report(Path(config)):
+    if config is not None and _is_report(local_path(config)):
         files = [(field, name) for field, name in local_files(recipe) if field not in settings]
         if missing := [f"`{field}` {printable(name, 80)}" for field, name in files if not is_file(name)]:
             raise InvalidSetting(
