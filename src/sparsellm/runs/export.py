@@ -168,6 +168,8 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         CannotResume: Another process is writing it.
     """
     path = check_writable(output, overwrite, dense)
+    if not path.exists():
+        return path
     link = first_link(path)
     reason = f"{link.relative_to(path)}, which is a link" if link else foreign_file(path, files_outside_work(path))
     if reason:
