@@ -30,7 +30,7 @@ from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import saved_sweep
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import SavedReport, load_report
+from sparsellm.runs.records import SavedBlock, SavedReport, load_report
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import PERPLEXITY as PERPLEXITY_OF_REPORT
 
@@ -288,6 +288,25 @@ def test_one_step_has_no_plot_of_convergence(run_folder: Path) -> None:
     assert convergence([block.model_copy(update={"epochs": block.epochs[:1]}) for block in blocks]) is None
 
 
+def test_the_plot_of_convergence_says_what_its_steps_minimize() -> None:
+    """Accepted rounds lower the error that is shown; the objective of Algorithm 1 and rounding are others."""
+
+    def told(*steps: tuple[str, float]) -> str:
+        epochs = [
+            {"step": kind, "epoch": 1, "feed_forward_error": x, "accepted": True, "after_weights": None} for kind, x in steps
+        ]
+        block = {"index": 0, "name": "a", "layers": [], "epochs": epochs, "seconds": 1.0}
+        plot = convergence([SavedBlock.model_validate(block)])
+        assert plot
+        return plot.text
+
+    assert told(("solve", 0.2), ("newton", 0.1)).endswith("is on average 0.5 times the error after the first.")
+    assert told(("published", 0.1), ("published", 0.117)).endswith(
+        "1.17 times the error after the first. Algorithm 1 minimizes its objective, not this error, which may rise."
+    )
+    assert told(("solve", 0.1), ("round", 0.117)).endswith("to integers, which may raise it.")
+
+
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
@@ -304,7 +323,8 @@ def test_a_page_says_why_costs_are_not_predicted(fields: dict[str, str], rule: s
     page = report_page(tmp_path)[0]
     said = f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
     assert (said in page) == bool(rule)
-    assert ("Layers that cost most" in page) == bool(rule)
+    assert "Layers that cost most" in page
+    assert ("Not measured: name a text as `evaluate`." in page) == (not rule)
 
 
 def test_layers_at_a_bound_of_the_allocation_are_marked() -> None:

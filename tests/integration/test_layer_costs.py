@@ -31,6 +31,8 @@ from sparsellm.runs import layer_costs
 from sparsellm.runs.cached_allocation import cached_allocation
 from sparsellm.runs.events import Event, Note
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.records import SavedLayer
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.token_sequences import read_test
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
@@ -179,19 +181,46 @@ def test_the_sentences_of_costs() -> None:
     assert LayerCosts("text.txt", 2048, 0.0, (), 0.0, 0.0).describe()[1:] == []
 
 
+@pytest.mark.parametrize("method", ["sparsellm", "alps", "wanda"])
+def test_a_table_has_what_was_measured_and_predictions_only_where_they_hold(method: str) -> None:
+    """0.0436 and 0.0381 are predicted where 0.00235 and -0.0004 are measured; without compensation predictions do hold."""
+    recipe = Recipe(model="m", sparsity="50%", calibration="demo", method=method, allocation="fisher")
+    pairs = {"a": (0.0436, 0.00235), "b": (0.0381, -0.0004), "c": (0.02, 0.011), "d": (0.01, None)}
+
+    def layers(**changes: None) -> list[SavedLayer]:
+        fields = {"pattern": "50%", "zeros": 1, "sparsity": 0.5, "error": 0.1}
+        return [
+            SavedLayer(name=name, predicted_kl=predicted, measured_kl=measured, **fields).model_copy(update=changes)
+            for name, (predicted, measured) in pairs.items()
+        ]
+
+    measured = ["costliest of 3 layers", "measured KL"], [["c", "0.011"], ["a", "0.00235"], ["b", "-0.0004"]]
+    assert layer_costs.worst_layers_table(layers(), recipe) == measured
+    head, lines = layer_costs.worst_layers_table(layers(measured_kl=None), recipe)
+    assert bool(lines) == (method == "wanda")
+    if lines:
+        assert (head, lines[0]) == (["costliest layers", "predicted KL"], ["a", "0.0436"])
+    recovery = RecoveryRecipe(model="m", pruned="p", calibration="demo")
+    assert layer_costs.worst_layers_table(layers(), recovery) == ([], []), "training has changed what was measured"
+
+
 def test_what_the_command_says(loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Callable[..., Result]) -> None:
     """A table within 80 columns; nothing where the run has no prediction; a hint, or a note, where nothing was measured."""
     words = ["--calibration", text_file, "--samples", 4, "--sequence-length", 32, "--method", "wanda"]
     tested = ["--evaluate", text_file, "--evaluate-limit", 4, "--allocation", "fisher"]
     measured = command("prune", loud["llama"], tmp_path / "a", *words, *tested)
     lines = measured.stdout.splitlines()
-    head = next(line for line in lines if line.startswith("costliest layers"))
-    assert head.endswith("  predicted KL  measured KL")
+    head = next(line for line in lines if line.startswith("costliest of 5 layers"))
+    assert head.endswith("  measured KL")
+    assert "predicted" not in measured.stdout
+    costs = [float(line.split()[-1]) for line in lines[lines.index(head) + 1 : lines.index(head) + 6]]
+    assert costs == sorted(costs, reverse=True)
     table = lines[lines.index(head) : lines.index(head) + 7]
     assert table[-1].startswith("KL divergence from dense: ")
     assert max(map(len, table)) <= 80
     predicted = command("prune", loud["llama"], tmp_path / "b", *words, "--allocation", "fisher")
-    assert "Pass --evaluate TEXT to measure what they cost." in predicted.stdout.splitlines()
+    assert "Pass --evaluate TEXT to measure what layers cost." in predicted.stdout.splitlines()
+    assert "costliest layers" in predicted.stdout
     uniform = command("prune", loud["llama"], tmp_path / "c", *words, *tested[:-2])
     assert "costliest" not in uniform.stdout
     report = json.loads((tmp_path / "c" / "sparsellm.json").read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.inspection import Inspection, LayerZeros
 from sparsellm.runs.layer_costs import worst_layers_table
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.records import SavedReport
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -86,11 +87,12 @@ def _figure(perplexity: Perplexity | None) -> str:
 
 def _print_layer_costs(console: Console, report: Report) -> None:
     """Print the layers that cost most, and options that keep those dense which stand out; nothing if they are not known."""
-    head, worst = worst_layers_table(report.layers)
+    head, worst = worst_layers_table(report.layers, report.recipe)
     if worst:
         show(console, table(head, worst))
-        if not report.recipe.evaluate:
-            print_line(console, "Pass --evaluate TEXT to measure what they cost.")
+    is_predicted = any(layer.predicted_kl is not None for layer in report.layers)
+    if is_predicted and isinstance(report.recipe, Recipe) and not report.recipe.evaluate:
+        print_line(console, "Pass --evaluate TEXT to measure what layers cost.")
     if costs := report.layer_costs:
         for line in costs.describe():
             print_line(console, line)

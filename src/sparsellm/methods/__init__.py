@@ -98,8 +98,8 @@ class EpochResult:
         epoch: Number of the step among those of its kind, from 1.
         step: "published" for an epoch of Algorithm 1, "solve" for the first solve of the default, "newton" for a Gauss-Newton
             round, "round" for the rounding to integers.
-        feed_forward_error: E‖t - FFN(x)‖² of the pruned part, relative to E‖t‖². Algorithm 1 measures it on 2,048 or more
-            evenly spaced tokens, or with `keep_best` on all.
+        feed_forward_error: E‖t - FFN(x)‖² of the pruned part, relative to E‖t‖². The default measures all of its steps on the
+            tokens that judge its rounds. Algorithm 1 takes 2,048 or more evenly spaced tokens, or with `keep_best` all.
         accepted: Whether the weights of this step were kept.
         after_weights: The objective with the new weights and the previous signals, mean over tokens.
     """

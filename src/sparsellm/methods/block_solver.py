@@ -153,19 +153,19 @@ class BlockSolver:
     def _solve_jointly(self, regressions: Mapping[str, Regression], problem: FeedForwardProblem) -> Iterator[EpochResult]:
         """Solve the layers of a feed-forward part, given the regressions of its input projections, which are freed early."""
         names, rounds, values = problem.names, self._settings.gauss_newton_steps, self._settings.values
-        training = problem.split()[0] if rounds else problem  # nothing may be fitted to what judges the rounds
+        # Nothing may be fitted to what judges the rounds, and the first solve is measured on the same tokens as they are.
+        training, judge = problem.split() if rounds else (problem, problem)
         curvatures = problem.curvatures(self._weights(names))
-        energy = max(problem.target_energy(), 1e-30)
+        energy = max(judge.target_energy(), 1e-30)
         tasks = [Task(name, regressions[name], curvatures.pop(name)) for name in names[:-1]]
         del regressions
         self._solve([*tasks] if values else tasks)  # which empties the list
         self._solve([Task(names[-1], training.regression(self._weights(names)), problem.metric)])
-        error = problem.error(self._weights(names))
-        yield EpochResult(self._block.name, 1, "solve", error / energy, True)
+        yield EpochResult(self._block.name, 1, "solve", judge.error(self._weights(names)) / energy, True)
         yield from self._gauss_newton(problem, names, energy) if rounds else ()
         if values:
             self._round_part(problem, tasks, values)
-            yield EpochResult(self._block.name, 1, "round", problem.error(self._weights(names)) / energy, True)
+            yield EpochResult(self._block.name, 1, "round", judge.error(self._weights(names)) / energy, True)
 
     def _gauss_newton(self, problem: FeedForwardProblem, names: tuple[str, ...], energy: float) -> Iterator[EpochResult]:
         """Gauss-Newton rounds, until the error on held-out tokens no longer falls; then a refit to all tokens."""

@@ -166,10 +166,11 @@ def _percent(share: float) -> str:
 
 def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str, Any]:
     """Template variables for a run."""
-    totals, costs, worst = report.totals, report.layer_costs, worst_layers_table(report.layers)
+    totals, costs = report.totals, report.layer_costs
     recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
     kind: type[Recipe | RecoveryRecipe] = RecoveryRecipe if recovery else saved_kind(report.recipe)
     recipe = validated(kind, report.recipe)
+    worst = worst_layers_table(report.layers, recipe)
     outcome = "recovered" if recovery else "pruned"
     described = report.gradual.describe(recipe) if report.gradual else describe_outcome(recipe, report)
     nothing = recovery and changed_nothing(trainings(report)) and not report.gradual
@@ -227,9 +228,11 @@ def _stages(report: SavedReport) -> dict[str, tuple[list[str], list[list[str]]]]
 
 
 def _not_predicted(recipe: Recipe | RecoveryRecipe) -> str:
-    """Why the costs of a run's layers are not known; empty if its allocation computes them, and for a recovery."""
-    if isinstance(recipe, RecoveryRecipe) or recipe.allocation_rule == "fisher":
+    """Why the costs of a run's layers are not known; empty for a recovery."""
+    if isinstance(recipe, RecoveryRecipe):
         return ""
+    if recipe.allocation_rule == "fisher":
+        return "Not measured: name a text as `evaluate`. What is predicted does not hold for a method that compensates."
     rule = PurePath(recipe.allocation_rule).name
     return f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
 

@@ -132,6 +132,11 @@ def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
         f"Steps over the feed-forward parts of {len(series)} blocks: the error after the last step is on average "
         f"{sum(ratios) / max(len(ratios), 1):.3g} times the error after the first."
     )
+    kinds = {step.step for steps in series.values() for step in steps}
+    if "published" in kinds:
+        text += " Algorithm 1 minimizes its objective, not this error, which may rise."
+    if "round" in kinds:
+        text += " The last step rounds the weights to integers, which may raise it."
     figure = new_figure(7.0 if len(measures) > 1 else WIDTH, 3.0)
     for axes, (field, label) in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures.items(), strict=True):
         for number, (index, steps) in enumerate(series.items()):
