@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsellm.checkpoints.exported_files import PARTS, exported_entries
 from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, parse_entries, parts_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
-from sparsellm.runtime.devices import raise_out_of_memory
+from sparsellm.runtime.devices import raise_unless_damaged
 
 KINDS = {
     "F64": "float64",
@@ -131,7 +131,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             f"{file.name} is damaged or holds more than tensors, and code in a weight file is not run."
         ) from error
     except Exception as error:  # torch may raise any exception on a damaged file
-        raise_out_of_memory(error)
+        raise_unless_damaged(error)
         raise BadCheckpoint(f"{file.name} is damaged or cut off: torch cannot read it. Download it again.") from error
     if not isinstance(content, Mapping):
         raise BadCheckpoint(f"{file.name} holds a {type(content).__name__}, not tensors by name.")
@@ -196,6 +196,7 @@ def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
             kinds = {key: (header.dtype, header.shape) for key, header in headers.items()}
             exported = exported_entries(file, kinds, stream.get_tensor) if decoded else {}
     except (SafetensorError, KeyError, OSError) as error:
+        raise_unless_damaged(error)
         reason = str(error).splitlines()[0][:120]
         raise BadCheckpoint(
             f"{file.name} is damaged or cut off, or no safetensors file: {reason}. Download it again."

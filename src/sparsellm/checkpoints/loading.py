@@ -38,7 +38,7 @@ from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
-from sparsellm.runtime.devices import raise_out_of_memory
+from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Checkpoint:
         except InvalidSetting:
             raise
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise_out_of_memory(error)
+            raise_unless_damaged(error)
             raise BadCheckpoint(f"The weights of {self.name} cannot be loaded: {first_line(error)}.") from error
         missing = sorted(loaded["missing_keys"])
         if missing:

@@ -20,7 +20,7 @@ from sparsellm.checkpoints.exported_files import PARTS, ExportedEntry, decode_ex
 from sparsellm.checkpoints.headers import FLOATS, is_zip, locate_all, locate_tensor, packed_entry, read_headers, read_pickle
 from sparsellm.checkpoints.packed_files import decode_tensor, parts_of
 from sparsellm.errors import BadCheckpoint
-from sparsellm.runtime.devices import raise_out_of_memory
+from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite, count_negative_zeros, count_zeros
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _convert(converted: ConvertedTensor, pieces: Iterable[Tensor]) -> dict[str, 
     try:
         tensors: dict[str, Any] = converter.convert(converted.first, model=converted.model, config=converted.model.config)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise_out_of_memory(error)
+        raise_unless_damaged(error)
         reason = f"from {converted.key} and similar tensors: {str(error).splitlines()[0]}"
         raise BadCheckpoint(f"{converted.name} cannot be built {reason}") from error
     return tensors
@@ -230,7 +230,7 @@ def _read_errors(location: TensorLocation) -> Iterator[None]:
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
-        raise_out_of_memory(error)
+        raise_unless_damaged(error)
         raise BadCheckpoint(f"{location.key} cannot be read from {location.file}: {str(error).splitlines()[0]}") from error
 
 

@@ -51,7 +51,7 @@ def load_tokenizer(name: str, folder: Path, *, trusted: bool) -> PreTrainedToken
     try:
         with silence_transformers(), folder_for_transformers(folder) as readable:
             tokenizer = AutoTokenizer.from_pretrained(readable, local_files_only=True, trust_remote_code=trusted)
-    except MemoryError:
+    except (MemoryError, PermissionError):
         raise
     except Exception as error:  # transformers raises many kinds of errors, including ImportError
         if packages := _packages_missing(folder):

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -106,8 +107,8 @@ def collection_paused() -> Iterator[None]:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line without highlighting or wrapping."""
-    console.print(text, highlight=False, soft_wrap=True)
+    """Print a line without highlighting or wrapping, and without the control characters of a path, which a terminal obeys."""
+    console.print(printable(text, len(text)), highlight=False, soft_wrap=True)
 
 
 def print_error(text: str, context: typer.Context) -> None:
@@ -123,7 +124,7 @@ def print_note(text: str, context: typer.Context) -> None:
     """Print a note as a run displays its own; of the processes of a launcher the first one prints."""
     if os.environ.get("RANK", "0") != "0":
         return
-    text = in_options(text, context)
+    text = in_options(printable(text, len(text)), context)
     if context.params.get("progress") == "json":
         print(json.dumps({"note": text}), file=stderr.file, flush=True)
     else:
@@ -141,9 +142,10 @@ def table(columns: list[str], rows: list[list[str]], title: str | None = None, *
     result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         numeric = number > 0 and not words
-        result.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+        # A name stays whole; the terminal itself breaks a line that is too long.
+        result.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or number == 0)
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*(printable(cell, len(cell)) for cell in row))
     return result
 
 
@@ -162,11 +164,19 @@ def _error_text(error: Exception, context: typer.Context) -> str:
         advice = [f"{how} `{name}`" for name, how in LESS_MEMORY.items() if name in own]
         pass_less = f"Pass {' or '.join(advice)}, or use" if advice else "Use"
         return f"The device is out of memory. {pass_less} a device with more."
+    if isinstance(error, OSError) and _is_of_printing(error):
+        return f"The result cannot be printed: {error.strerror}. What the command wrote to files is complete."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"The disk is full{f' ({error.filename})' if error.filename else ''}."
     if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:
         return f"{error.strerror}: {error.filename}." if error.filename else f"{error.strerror}."
     return str(error)
+
+
+def _is_of_printing(error: OSError) -> bool:
+    """Whether an error of the system came from printing, as where standard output is a file on a full disk."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return error.filename is None and frame.f_globals["__name__"].startswith(("rich.", "sparsellm.cli."))
 
 
 def _out_of_memory(error: Exception) -> bool:

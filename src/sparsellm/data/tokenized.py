@@ -33,6 +33,9 @@ CHARACTERS, MARGIN = 8, 64
 """Characters that are tokenized at first for each wanted token, twice what English takes; and further tokens, as the last
 ones of a piece may differ from the whole text's."""
 
+KEPT, MOST_KEPT = 2**24, 64
+"""Characters, and number, of the documents that are kept, but for the last one, which may have more."""
+
 WORD = 64
 """Characters in which a piece looks for the start of a word."""
 
@@ -70,6 +73,7 @@ class TokenizedText:
         self.whole = documents == "whole" or (documents == "auto" and bool(text.conversations))
         self._empty: set[int] = set()
         self._refused: dict[int, str] = {}
+        self._kept: dict[int, str | None] = {}
         if self.whole and text.rows:
             raise BadText(
                 f"{text.source} is one text, of which `documents='whole'` would take parts. Leave it out, or take a file with "
@@ -93,7 +97,21 @@ class TokenizedText:
         return len(self.text.conversations or self.text.documents)
 
     def document(self, number: int) -> str | None:
-        """A document; a conversation as the chat template writes it. None for an empty row, and for one that is refused."""
+        """A document; a conversation as the chat template writes it. None for an empty row, and for one that is refused.
+
+        The last ones of a long text are kept, since several sequences may come from one long line.
+        """
+        if not self.is_long:
+            return self._read(number)
+        found = self._kept.pop(number) if number in self._kept else self._read(number)
+        self._kept[number] = found
+        sizes = [len(x or "") for x in self._kept.values()]
+        if len(sizes) > 1 and (len(sizes) > MOST_KEPT or sum(sizes) > KEPT):
+            del self._kept[next(iter(self._kept))]
+        return found
+
+    def _read(self, number: int) -> str | None:
+        """Read a document, as `document` returns it."""
         document = (self.text.conversations or self.text.documents)[number]
         if document is None or (isinstance(document, str) and not document.strip() and not self.text.rows):
             self._empty.add(number)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +17,9 @@ from sparsellm.models.blocks import Block
 
 REGEX = "re:"
 """Prefix of a layer-name pattern that is a regular expression, as in llm-compressor."""
+
+SECONDS = 5.0
+"""Most processor time that a regular expression may take for all names; those that are meant take microseconds for each."""
 
 ANY_LAYER = "Linear"
 """Type of every layer, whatever the module that stores it."""
@@ -123,16 +128,43 @@ def name_matcher(pattern: str, setting: str) -> Callable[[str], bool]:
         setting: Name of the setting, for the error.
 
     Raises:
-        InvalidSetting: The regular expression is invalid.
+        InvalidSetting: The regular expression is invalid. The function raises it for one that takes too long.
     """
     if pattern.startswith(REGEX):
         try:
             compiled = re.compile(pattern.removeprefix(REGEX))
-        except (re.error, OverflowError) as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise InvalidSetting(f"{setting} got {pattern!r}, which is not a regular expression: {error}.") from None
-    else:
-        compiled = re.compile(rf"(?s:.*\.)?(?:{fnmatch.translate(pattern).removesuffix(chr(92) + 'Z')})(?s:\..*)?\Z")
+        return _bounded(compiled.match, f"{setting} got {pattern!r}")
+    compiled = re.compile(rf"(?s:.*\.)?(?:{fnmatch.translate(pattern).removesuffix(chr(92) + 'Z')})(?s:\..*)?\Z")
     return lambda full_name: compiled.match(full_name) is not None
+
+
+def _bounded(match: Callable[[str], re.Match[str] | None], got: str) -> Callable[[str], bool]:
+    """A function that calls `match` for at most `SECONDS` in all, where Python lets a signal end it: in the main thread.
+
+    Nested repetitions as in (a+)+ take time that doubles with every character of a name that they do not match.
+    """
+    left = SECONDS
+
+    def stop(*_: object) -> None:
+        raise InvalidSetting(
+            f"{got}, which takes more than {SECONDS:g} seconds to compare with names. Write it without nested repetitions."
+        )
+
+    def is_match(full_name: str) -> bool:
+        nonlocal left
+        if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+            return match(full_name) is not None
+        previous = signal.signal(signal.SIGVTALRM, stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, max(left, 1e-6))
+        try:
+            return match(full_name) is not None
+        finally:
+            left = signal.setitimer(signal.ITIMER_VIRTUAL, 0)[0] or left
+            signal.signal(signal.SIGVTALRM, previous)
+
+    return is_match
 
 
 def matching(layers: Iterable[LayerName], pattern: str, setting: str) -> set[str]:
@@ -146,7 +178,8 @@ def unmatched(pattern: str, setting: str, layers: Sequence[LayerName]) -> Invali
     message = f"{setting} got {pattern!r}, which matches no layer."
     if pattern.startswith(REGEX):
         expression = re.compile(pattern.removeprefix(REGEX))
-        inside = next((layer.full_name for layer in layers if expression.search(layer.full_name)), None)
+        is_inside = _bounded(expression.search, f"{setting} got {pattern!r}")
+        inside = next((layer.full_name for layer in layers if is_inside(layer.full_name)), None)
         first = layers[0].full_name if layers else ""
         hint = f" Write {REGEX}.*{expression.pattern} to match it anywhere." if inside else ""
         return InvalidSetting(f"{message} It must match from the start of a full name, such as {inside or first}.{hint}")

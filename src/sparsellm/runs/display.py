@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sparsellm.data.json_files import finite
+from sparsellm.errors import printable
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.runs.estimates import human_seconds
 from sparsellm.runs.events import Event, Measured, NextRun, Note, Stage
@@ -108,7 +109,7 @@ class Quiet:
         pass
 
     def note(self, text: str) -> None:
-        self.console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+        self.console.print(Text(f"note: {printable(text, len(text))}", style="yellow"), soft_wrap=True)
 
     def result(self, event: Measured) -> None:
         pass
@@ -147,7 +148,7 @@ class Plain(Quiet):
 
     def print(self, text: str) -> None:
         """Print text without highlighting or wrapping."""
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self.console.print(printable(text, len(text)), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 class Json(Plain):

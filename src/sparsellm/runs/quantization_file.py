@@ -20,7 +20,7 @@ from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of, rea
 from sparsellm.data.json_files import durable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.methods.rounding import IntegerValues, Scales
-from sparsellm.runtime.devices import raise_out_of_memory
+from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.quantization import check_format
 from sparsellm.sparse.quantized_encoding import decode_scales
 
@@ -70,7 +70,7 @@ def read_scales(folder: Path) -> dict[str, Scales]:
     except ValidationError as error:
         raise _damaged(error.errors(include_url=False)[0]["msg"]) from None
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise_out_of_memory(error)
+        raise_unless_damaged(error)
         raise _damaged(str(error).splitlines()[0][:120]) from None
     if different := sorted({name + _SUFFIX for name in entries} ^ tensors.keys()):
         raise _damaged(f"{different[0][:80]} is only in its list or only among its tensors")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, get_device_module
 
-from sparsellm.errors import InvalidSetting, first_line
+from sparsellm.errors import InvalidSetting, SparseLLMError, first_line
 from sparsellm.runtime.products import by_columns, matmul
 
 T = TypeVar("T")
@@ -96,9 +96,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def raise_out_of_memory(error: Exception) -> None:
-    """Raise an error again if it is an out-of-memory error, before it is taken for damage of a file."""
-    if is_out_of_memory(error):
+def raise_unless_damaged(error: Exception) -> None:
+    """Raise an error of reading a file again that says itself what is wrong, and is no sign of damage.
+
+    That is an error of this package, many of which are OSErrors too, one of memory, and one of permission.
+    """
+    if isinstance(error, (SparseLLMError, PermissionError)) or is_out_of_memory(error):
         raise error
 
 
