@@ -16,7 +16,7 @@ import sparsellm
 from sparsellm.data.samples import test_windows
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs import planning
-from sparsellm.runs.events import Event, ExpectedStage, Schedule, Stage
+from sparsellm.runs.events import Event, ExpectedStage, NextRun, Schedule, Stage
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 from sparsellm.runs.schedule import expected_runs
@@ -114,6 +114,84 @@ def test_a_sweep_has_one_time_left(tiny: dict[str, Path], text_file: Path, tmp_p
     assert [json.loads(line)["stage"] for line in again.stderr.splitlines()] == ["finished"]
 
 
+SEVERAL = {
+    "several": ("prune", "--sparsity", "50%,60%,70%"),
+    "search": ("search", "--max-perplexity-increase", "30%", "--step", "20%"),
+    "sweep": ("sweep",),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_runs_have_one_time_left(
+    name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """Known in every run, whose labels are sparsities; what is told alike is told once."""
+    verb, *options = SEVERAL[name]
+    texts = ("--calibration", text_file, "--evaluate", text_file, "--evaluate-limit", 4)
+    words = (verb, tiny["opt"], tmp_path / "out", *options, *SMALL, *texts)
+    if name == "sweep":
+        shared = {"model": str(tiny["opt"]), "calibration": str(text_file), "evaluate": [str(text_file)], "evaluate_limit": 4}
+        content = {"recipe": {**shared, "samples": 4, "sequence_length": 32}, "axes": {"sparsity": ["50%", "60%", "70%"]}}
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+        words = (verb, tmp_path / "s.yaml", tmp_path / "out")
+    ran = command(*words, "--progress", "json")
+    assert ran.exit_code == 0, ran.stderr
+    shown = [fields for fields in states(ran.stderr) if fields.get("run")]
+    runs = list(dict.fromkeys((fields["run"], fields["runs"], fields["name"]) for fields in shown if fields["name"]))
+    count = runs[0][1]
+    assert {number for _, number, _ in runs} == {count}
+    assert runs[-1][0] == count
+    assert all(fields["seconds_left"] is not None for fields in shown)
+    if name != "search":
+        assert [label for _, _, label in runs] == ["50%", "60%", "70%"]
+    other = [json.loads(line) for line in ran.stderr.splitlines()]
+    notes = [fields["note"] for fields in other if "note" in fields]
+    assert len(notes) == len(set(notes)) > 0
+    assert sum(fields.get("when") == "dense" for fields in other) == 1
+    assert sum(fields.get("when") == "pruned" for fields in other) == len(runs)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_all_runs_are_announced_before_the_first_one(name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """With stages of each, so that the time left is that of the whole; the last of a search, and it alone, is written."""
+    texts = {"calibration": str(text_file), "evaluate": [str(text_file)], "evaluate_limit": 4, "samples": 4}
+    settings = {**texts, "sequence_length": 32}
+    seen: list[Event] = []
+    if name == "several":
+        sparsellm.prune(tiny["opt"], sparsity=["50%", "60%"], **settings, observe=seen.append)
+    elif name == "search":
+        target = {"max_perplexity_increase": 0.3, "step": 0.2}
+        sparsellm.search(tiny["opt"], tmp_path / "out", **target, **settings, observe=seen.append)
+    else:
+        content = {"recipe": {"model": str(tiny["opt"]), **settings}, "axes": {"sparsity": ["50%", "60%"]}}
+        sparsellm.sweep(content, tmp_path / "out", observe=seen.append)
+    begun = [event for event in seen if isinstance(event, NextRun)]
+    schedule = next(event for event in seen[: seen.index(begun[0])] if isinstance(event, Schedule))
+    assert {event.count for event in begun} == {len(schedule.runs)}
+    assert begun[-1].number == len(schedule.runs)
+    assert all(schedule.runs)
+    dense = [sum(stage.seconds or 0.0 for stage in run or () if stage.name == "measuring dense") for run in schedule.runs]
+    assert [seconds > 0 for seconds in dense] == [True] + [False] * (len(dense) - 1)
+    written = [any(stage.name == "writing and verifying" for stage in run or ()) for run in schedule.runs]
+    assert written == [False] * (len(written) - 1) + [name == "search"]
+
+
+def test_stages_of_a_gradual_pruning_do_not_say_what_they_cannot_know(
+    loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """Each prunes what the one before writes; the time left is that of the last run, and labels have sparsities."""
+    pruned = sparsellm.prune(loud["llama"], "magnitude", "50%").save_pretrained(tmp_path / "half")
+    words = ("--against", loud["llama"], "--calibration", text_file, *SMALL, "--steps", 2, "--written", 0, "--samples", 16)
+    ran = command(
+        "recover", pruned, tmp_path / "out", *words, "--from", "50%", "--to", "80%", "--stages", 2, "--progress", "json"
+    )
+    assert ran.exit_code == 0, ran.stderr
+    shown = [fields for fields in states(ran.stderr) if fields.get("run") and fields["name"]]
+    assert list(dict.fromkeys(fields["name"] for fields in shown)) == ["68.4%", "80%"]
+    assert {fields["seconds_left"] for fields in shown if fields["run"] < 4} == {None}
+    assert any(fields["seconds_left"] for fields in shown if fields["run"] == 4)
+
+
 def test_the_demo_has_one_time_left(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsellm.runs.demonstration.SAMPLES", 2)
     monkeypatch.setattr("sparsellm.runs.demonstration.test_windows", partial(test_windows, limit=4))
@@ -181,8 +259,8 @@ def test_a_method_without_texts_leaves_them_to_the_next_one(tiny: dict[str, Path
     """Of two runs that differ in the method, the second is expected to read what the first does not need."""
     settings = {"model": str(tiny["opt"]), "calibration": str(text_file), "samples": 4, "sequence_length": 32}
     recipes = [read_recipe({**settings, "method": method}) for method in ("magnitude", "sparsegpt")]
-    both = expected_runs(recipes, written=False, shared=False)[1]
-    alone = expected_runs(recipes[1:], written=False, shared=False)[0]
+    both = expected_runs(recipes, written=False, shared=None)[1]
+    alone = expected_runs(recipes[1:], written=False, shared=None)[0]
     assert both == alone
 
 

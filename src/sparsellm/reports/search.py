@@ -27,6 +27,7 @@ from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import WORK, SavedReport
 from sparsellm.runs.report import Report
+from sparsellm.runs.schedule import announce_runs
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
@@ -117,13 +118,19 @@ class _Searcher:
         self._shared, self._inputs = DenseCache(folder / "dense", observe), SameInputs()
         self._points: dict[tuple[bool, float], Point] = {}
         self._sizes: dict[float, int] = {}
-        self._number, self._expected = 0, 1  # runs begun, and runs that the search takes
+        self._number, self._expected = (
+            0,
+            1,
+        )  # of this run, and of all that the search takes if its output meets the target
 
     def run(self, grid: Sequence[float], opened: OpenedModel) -> Search:
         """Find the sparsity among those of the grid, and write the output."""
         self._inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
         if self._target.size is None:
             self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
+            trials = [_fast(self._recipe, self._target)] * (self._expected - 1)
+            written = [False] * len(trials) + [True]
+            announce_runs([*trials, self._recipe], self._observe, written=written, shared=self._shared)
             found = bisect(lambda number: self._try(grid[number - 1]).met, len(grid))
             candidates = grid[:found][::-1]
             if note := undecided_note(self._sorted(), self._target):
@@ -146,6 +153,7 @@ class _Searcher:
     def _try(self, sparsity: float) -> Point:
         """The point of a sparsity with the effort "fast", from its cell or from a run."""
         cell_folder = self._cell(sparsity, _fast(self._recipe, self._target))
+        self._number += 1
         if not cell_folder.result.exists():
             self._announce(f"trying {Unstructured(sparsity)}")
             with cell_folder.taken():
@@ -165,6 +173,7 @@ class _Searcher:
                 self._observe(Stage(WRITING))
                 result.save_pretrained(self._output, overwrite=True)
 
+        self._number = max(self._number + 1, self._expected)  # fewer trials may have sufficed
         self._announce(f"output at {Unstructured(sparsity)}")
         with cell_folder.taken():
             result = run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check, then=save)
@@ -176,7 +185,6 @@ class _Searcher:
 
     def _announce(self, name: str) -> None:
         """Tell the observer that a run starts."""
-        self._number += 1
         self._observe(NextRun(self._number, max(self._number, self._expected), name))
 
     def _cell(self, sparsity: float, recipe: Recipe) -> CellFolder:

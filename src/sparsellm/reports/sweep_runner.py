@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from sparsellm.data.json_files import durable, strict_json
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.reports.sweep_cells import Cell, Sweep
-from sparsellm.runs.events import ESTIMATING, WRITING, NextRun, Note, Observer, Schedule, Stage
+from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.runs.export import Result, check_output
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.inputs import OF_THE_MACHINE, Inputs, OtherContents, changed_input
@@ -30,7 +30,7 @@ from sparsellm.runs.output_lock import refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.runs.run import run
-from sparsellm.runs.schedule import expected_runs
+from sparsellm.runs.schedule import announce_runs
 from sparsellm.runs.workspace import work_directory
 
 CELLS = "cells"
@@ -188,8 +188,7 @@ def run_sweep(
             observe(
                 Note(f"{plural(inputs.unknown, 'finished cell')} of an earlier version may be of other files than those of now")
             )
-        observe(Stage(ESTIMATING))
-        observe(Schedule(lambda: expected_runs(recipes, written=sweep.keep, shared=True)))
+        announce_runs(recipes, observe, written=sweep.keep, shared=shared)
     passes = itertools.product((False, True), enumerate(cell_folders, 1))
     for second_pass, (number, cell_folder) in passes:  # two passes: a process that reads the state of a cell locks it briefly
         if cell_folder.result.exists() or (cell_folder.failure.exists() and (second_pass or not retry)):

@@ -131,7 +131,7 @@ def packed_lines(bench: Bench) -> list[str]:
 def _expected_runs(recipes: Sequence[Recipe], *, written: bool) -> list[tuple[ExpectedStage, ...]]:
     """The expected stages: the dense model is measured once, and only the last model is written."""
     measuring = [recipe.model_copy(update={"evaluate": ("demo",)}) for recipe in recipes]
-    runs = expected_runs(measuring, written=True, shared=False)
+    runs = [stages or () for stages in expected_runs(measuring, written=True, shared=None)]
     dense = tuple(replace(stage, name=MEASURING) for stage in runs[0] if stage.name == f"{MEASURING} dense")
     runs = [
         tuple(

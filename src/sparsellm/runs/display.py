@@ -42,6 +42,8 @@ SHORTEST_NAME = 10
 class Display:
     """Observer that displays a command's progress on stderr. Use as a context manager.
 
+    A note, and a measurement of the dense model, that several runs of the command send alike are displayed once.
+
     Args:
         mode: What is displayed.
         edit: Changes the text of notes.
@@ -49,6 +51,7 @@ class Display:
 
     def __init__(self, mode: Mode = "auto", edit: Callable[[str], str] = str) -> None:
         self._progress, self._edit = Progress(), edit
+        self._told: set[Event] = set()
         self._renderer = _renderer(mode)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -70,6 +73,11 @@ class Display:
         with self._lock:
             if isinstance(self._renderer, Plain):
                 self._progress(event)
+            repeats = isinstance(event, Note) or (isinstance(event, Measured) and event.when == "dense")
+            if repeats and event in self._told:  # by another run of the command
+                return
+            if repeats:
+                self._told.add(event)
             if isinstance(event, Note):
                 self._renderer.note(self._edit(event.text))
             elif isinstance(event, Measured):
@@ -238,13 +246,10 @@ def line(state: State, memory: tuple[int, int], width: int) -> str:
     tail = f"  {passed}{left}{share}"
     if left and len(f"{run}{number}{units}{tail}") > width - SHORTEST_NAME:  # without the time that has passed
         tail = f"  {int(100 * state.fraction)}%  {left}{share}"
-    name = f"{state.run_name}: {state.stage}" if state.run_name else state.stage
     room = max(width - 1 - len(f"{run}{number}{units}{tail}"), SHORTEST_NAME)
-    if len(name) > room and state.run_name:
-        name = state.stage
-    if len(name) > room:
-        name = f"{name[: room - 1]}…"
-    text = f"{run}{number}{name}{units}{tail}"
+    of_run = f"{state.run_name}: " if state.run_name and len(f"{state.run_name}: {state.stage}") <= room else ""
+    name = state.stage if len(f"{of_run}{state.stage}") <= room else f"{state.stage[: room - 1]}…"
+    text = f"{run}{of_run}{number}{name}{units}{tail}"
     return f"{text}  {state.detail}" if state.detail and len(text) + 2 + len(state.detail) < width else text[: width - 1]
 
 

@@ -71,13 +71,14 @@ class Schedule:
     """The stages to come. They are estimated when they are first read, and the log leaves them out: only a display needs them.
 
     Attributes:
-        estimate: Returns the stages of each run in running order; none for a run of which they are not known.
+        estimate: Returns the stages of each run in running order; none for a run that takes no time, since it is finished; None
+            for one of which they are not known.
     """
 
-    estimate: Callable[[], Iterable[Sequence[ExpectedStage]]]
+    estimate: Callable[[], Iterable[Sequence[ExpectedStage] | None]]
 
     @cached_property
-    def runs(self) -> list[Sequence[ExpectedStage]]:
+    def runs(self) -> list[Sequence[ExpectedStage] | None]:
         """The stages of each run: of one, or of all of a sweep or a demo."""
         return list(self.estimate())
 

@@ -24,6 +24,7 @@ from sparsellm.runs.recipe_file import read_recipe, read_recipes, split_sparsity
 from sparsellm.runs.records import folder_path
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
+from sparsellm.runs.schedule import announce_runs
 from sparsellm.runs.settings import PruneSettings, RecoverySettings, recipe_keywords
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
@@ -103,6 +104,8 @@ def prune(
         if not several:
             return run(recipes[0], observer, given=given, source=source)
         shared, inputs, results = DenseCache(Path(folder)), SameInputs(), []
+        if given is None:
+            announce_runs(recipes, observer, written=False, shared=shared)
         for number, recipe in enumerate(recipes, 1):
             observer(NextRun(number, len(recipes), recipe.size_label))
             results.append(run(recipe, observer, given=given, shared=shared, check=inputs.check))

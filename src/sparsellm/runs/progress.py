@@ -58,7 +58,8 @@ class Progress:
 
     The expected seconds of a stage are multiplied by the ratio of measured to expected seconds over the work that this process
     has done: in stages of the same kind, and where there is little of it, in all stages. Results that were restored from a
-    journal or a cache do not count, since they take no time. The ratios change only when a unit of work is complete, which is a
+    journal or a cache do not count, since they take no time. Of several runs, each takes as long besides its expected stages as
+    the one before did, for its start and its end. The ratios change only when a unit of work is complete, which is a
     block or, from a stage's second one on, also each result of a block: between two units, the time left falls with the clock.
 
     Args:
@@ -68,7 +69,7 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._started = self._stage_started = self._block_started = self._unit_started = clock()
-        self._runs: list[Sequence[ExpectedStage]] = [()]
+        self._runs: list[Sequence[ExpectedStage] | None] = [()]  # None for a run of which nothing is known
         self._run, self._run_name, self._position = 0, "", -1
         self._expected = ExpectedStage("", 0.0, "")
         self._stage = Stage("")
@@ -77,6 +78,7 @@ class Progress:
         self._learned: dict[str, float] = {}  # seconds of stages without an estimate, by kind
         self._total = 0.0
         self._later: dict[str, float | None] = {}
+        self._run_started, self._accounted, self._besides = self._started, 0.0, 0.0
         self._fraction, self._unit_share, self._counted = 0.0, 1.0, False
         self._advanced = Advanced(0, 0, "")
         self._blocks = self._layers = self._layers_before = 0
@@ -92,8 +94,8 @@ class Progress:
                 self._runs[self._run : self._run + len(event.runs)] = event.runs
                 self._look_ahead()
         elif isinstance(event, NextRun):
-            self._leave_stage()
-            self._runs += [()] * (event.count - len(self._runs))
+            self._leave_run()
+            self._runs += [None] * (event.count - len(self._runs))
             self._run, self._run_name, self._position = event.number - 1, event.name, -1
             self._expected, self._stage, self._counted = ExpectedStage("", 0.0, ""), Stage(""), False
             self._look_ahead()
@@ -121,7 +123,7 @@ class Progress:
         elapsed, left = now - self._started, self._seconds_left(now)
         if left is not None:
             self._shown = max(self._shown, elapsed / (elapsed + left))
-        stages = len(self._runs[self._run])
+        stages = len(self._runs[self._run] or ())
         done, total, unit = self._advanced.done, self._advanced.total, self._advanced.unit
         if self._stage.layers:
             done, total, unit = self._layers, self._stage.layers, "layer"
@@ -145,10 +147,11 @@ class Progress:
     def _begin_stage(self, stage: Stage) -> None:
         """Leave the previous stage, and look the new one up among those that are to come; others are not estimated."""
         self._leave_stage()
-        names = [expected.name for expected in self._runs[self._run]]
+        expected = self._runs[self._run] or ()
+        names = [each.name for each in expected]
         if stage.name in names:  # an earlier one is repeated where memory is short
             self._position = names.index(stage.name, self._position + 1 if stage.name in names[self._position + 1 :] else 0)
-            self._expected = self._runs[self._run][self._position]
+            self._expected = expected[self._position]
         else:
             self._expected = ExpectedStage(stage.name, 0.0, "")
         self._stage, self._advanced = stage, Advanced(0, 0, "")
@@ -161,8 +164,19 @@ class Progress:
     def _leave_stage(self) -> None:
         """Add the rest of a stage after its last unit. One that counted no units was restored."""
         now, kind = self._clock(), self._expected.kind
+        taken = now - self._stage_started
         if self._counted:
             self._measured[kind] += now - self._unit_started
+        # Without units nothing was measured: what it took longer belongs to the rest of the run.
+        self._accounted += taken if self._counted else min(taken, self._duration(self._expected) or 0.0)
+
+    def _leave_run(self) -> None:
+        """Find what a run of several took besides its expected stages; one that was not begun says nothing."""
+        self._leave_stage()
+        now = self._clock()
+        if self._run_name and self._position >= 0:
+            self._besides = max(0.0, now - self._run_started - self._accounted)
+        self._run_started, self._stage_started, self._accounted = now, now, 0.0
 
     def _finish_block(self, result: BlockResult) -> None:
         """Count a block; a restored one comes without the results of its layers before it."""
@@ -203,19 +217,20 @@ class Progress:
 
     def _look_ahead(self) -> None:
         """Add up the expected seconds of all stages, and of each kind of stage in later runs."""
-        self._total = sum(stage.seconds or 0.0 for run in self._runs for stage in run)
+        self._total = sum(stage.seconds or 0.0 for run in self._runs for stage in run or ())
         self._later.clear()
-        for stage in (stage for run in self._runs[self._run + 1 :] for stage in run):
+        for stage in (stage for run in self._runs[self._run + 1 :] for stage in run or ()):
             seconds = self._later.get(stage.kind, 0.0)
             self._later[stage.kind] = None if stage.seconds is None or seconds is None else seconds + stage.seconds
 
     def _seconds_left(self, now: float) -> float | None:
         """Seconds to the end of the command; None without estimates of all stages to come."""
-        if not any(self._runs):
+        later_runs = self._runs[self._run + 1 :]
+        if not any(self._runs) or None in self._runs[self._run :]:
             return None
         later = (ExpectedStage("", seconds, kind) for kind, seconds in self._later.items())
-        upcoming = (*self._runs[self._run][self._position + 1 :], *later)
-        parts = [self._stage_left(now), *map(self._duration, upcoming)]
+        upcoming = (*(self._runs[self._run] or ())[self._position + 1 :], *later)
+        parts = [self._besides * sum(map(bool, later_runs)), self._stage_left(now), *map(self._duration, upcoming)]
         return None if None in parts else max(sum(part or 0.0 for part in parts), 1e-3)
 
     def _stage_left(self, now: float) -> float | None:

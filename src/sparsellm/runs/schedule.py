@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from sparsellm.runs.events import (
     ALLOCATION,
     ANSWERING,
     CONTINUING,
+    ESTIMATING,
     GENERATING,
     LAYERS,
     LOADING,
@@ -30,7 +31,11 @@ from sparsellm.runs.events import (
     TRAINING,
     WRITING,
     ExpectedStage,
+    Observer,
+    Schedule,
+    Stage,
 )
+from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, Placement, choose_placement, open_model
 from sparsellm.runs.planning import estimate, training_rates
 from sparsellm.runs.preparation import Prepared, make_plan, prepare
@@ -99,42 +104,67 @@ def expected_evaluation(
     return tuple(replace(stage, name=stage.name.removesuffix(" dense")) for stage in kept)
 
 
-def expected_runs(recipes: Iterable[Recipe | None], *, written: bool, shared: bool) -> list[tuple[ExpectedStage, ...]]:
+def announce_runs(
+    recipes: Sequence[Recipe | None], observe: Observer, *, written: bool | Sequence[bool], shared: DenseCache | None
+) -> None:
+    """Tell the observer of all runs of a command before the first one: a display then estimates the time of the whole.
+
+    Args:
+        recipes: As for `expected_runs`.
+        written: Whether the runs' models are written, of all or of each.
+        shared: As for `expected_runs`.
+    """
+    each = [written] * len(recipes) if isinstance(written, bool) else written
+
+    def estimate() -> list[tuple[ExpectedStage, ...] | None]:
+        runs = expected_runs(recipes, written=True, shared=shared)
+        return [
+            stages and tuple(stage for stage in stages if is_written or stage.name != WRITING)
+            for stages, is_written in zip(runs, each, strict=True)
+        ]
+
+    observe(Stage(ESTIMATING))
+    observe(Schedule(estimate))
+
+
+def expected_runs(
+    recipes: Iterable[Recipe | None], *, written: bool, shared: DenseCache | None
+) -> list[tuple[ExpectedStage, ...] | None]:
     """Estimate the stages of several runs, one after the other. Each model and text is read once.
 
     Args:
         recipes: The runs; None for one that is finished.
         written: Whether the runs' models are written.
-        shared: Whether the runs share a cache of results on dense models.
+        shared: The cache of results on dense models that the runs share; it keeps the token ids for them.
 
     Returns:
-        By run, its stages; none for a finished run, and for one that is refused.
+        By run, its stages; none for a finished run, None for one that is refused.
     """
-    result: list[tuple[ExpectedStage, ...]] = []
+    result: list[tuple[ExpectedStage, ...] | None] = []
     prepared: dict[str, Prepared] = {}
     cached: set[str] = set()
     for recipe in recipes:
-        stages: tuple[ExpectedStage, ...] = ()
+        stages: tuple[ExpectedStage, ...] | None = ()
         if recipe is not None:
             try:
-                ready = _prepared(recipe, prepared)
+                ready = _prepared(recipe, prepared, shared)
                 placement = choose_placement(recipe, ready, files=True)
                 stages = expected_stages(recipe, ready, placement, batch=ready.batch, written=written)
             except (SparseLLMError, OSError):  # the run itself says why
-                stages = ()
-            if shared:
+                stages = None
+            if shared and stages:
                 stages = tuple(_without_cached(recipe, stages, cached))
         result.append(stages)
     return result
 
 
-def _prepared(recipe: Recipe, known: dict[str, Prepared]) -> Prepared:
+def _prepared(recipe: Recipe, known: dict[str, Prepared], shared: DenseCache | None) -> Prepared:
     """Prepare a run, with the model and the sequences of an earlier one that has the same."""
     key = f"{recipe.reads_text} {recipe.model_dump_json(exclude=OF_ITS_OWN)}"
     if key not in known:
         opened = open_model(recipe)
         method, plan = make_plan(recipe, opened)
-        known[key] = prepare(opened, method, plan, report=Report(recipe), observer=lambda _: None)
+        known[key] = prepare(opened, method, plan, report=Report(recipe), observer=lambda _: None, shared=shared)
     method, plan = make_plan(recipe, known[key])
     return replace(known[key], method=method, plan=plan)
 

@@ -23,6 +23,7 @@ from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
+from sparsellm.runs.schedule import announce_runs
 from sparsellm.runs.workspace import work_directory
 from sparsellm.runtime import collectives
 
@@ -120,11 +121,17 @@ def run_each(
         The report of the last run.
     """
     replaces, inputs = overwrite or (restart and len(folders) > 1), SameInputs()
+    if len(folders) > 1 and not gradual:  # whose later runs prune what the earlier ones write
+        each = zip(folders.values(), finished, strict=True)
+        recipes = [None if done or not isinstance(recipe, Recipe) else recipe for recipe, done in each]
+        announce_runs(recipes, observe, written=True, shared=shared)
     for number, (folder, recipe) in enumerate(folders.items()):
         if finished[number]:
             continue
         if len(folders) > 1:
-            observe(NextRun(number + 1, len(folders), folder.name))
+            label = recipe.size_label if isinstance(recipe, Recipe) else ""
+            label = str(gradual.sparsities[number // 2]) if gradual else label  # a stage has two runs
+            observe(NextRun(number + 1, len(folders), label))
         # The pruning runs of stages have different inputs each, so their results serve no other run.
         cache = None if gradual and isinstance(recipe, Recipe) else shared
         replace = {"resume": resume, "restart": restart, "overwrite": replaces}

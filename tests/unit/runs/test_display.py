@@ -53,7 +53,7 @@ def test_a_line_fits_and_keeps_what_matters(width: int) -> None:
     """The longest stage of a large sweep: numbers, time left and memory stay, names are cut."""
     text = line(STATE, (15 * GIB, 16 * GIB), width)
     assert len(text) < width
-    for part in ("[3/128] 12/14 ", ", sequence 12,345/67,890", "99%", "100h00m left", "memory 94%"):
+    for part in ("[3/128] ", "12/14 choosing", ", sequence 12,345/67,890", "99%", "100h00m left", "memory 94%"):
         assert part in text
 
 
@@ -164,9 +164,34 @@ def test_an_error_ends_the_display_without_a_last_line(capsys: pytest.CaptureFix
     assert not display._ticker.is_alive()
 
 
+@pytest.mark.parametrize("mode", ["plain", "json", "quiet"])
+def test_what_several_runs_tell_alike_is_displayed_once(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Notes and the dense model's results; those of the pruned models are of each run, and so is a note with other figures."""
+    with Display(mode) as display:
+        for number, value in ((1, 3.0), (2, 4.0), (3, 4.0)):
+            display(NextRun(number, 3, f"{value}"))
+            display(Note("the texts are short"))
+            display(Note(f"damping was raised to {value}"))
+            display(Stage("measuring"))
+            display(Measured("perplexity", "demo", "dense", 2.0, 0.1))
+            display(Measured("perplexity", "demo", "pruned", value, 0.1))
+    shown = capsys.readouterr().err
+    assert shown.count("the texts are short") == 1
+    assert shown.count("damping was raised") == 2
+    assert [shown.count(f"demo{x}") for x in (", dense", ", pruned")] == [0 if mode != "plain" else n for n in (1, 3)]
+    assert [shown.count(f'"when": "{x}"') for x in ("dense", "pruned")] == [0 if mode != "json" else n for n in (1, 3)]
+
+
+def test_the_numbers_of_runs_and_of_stages_stand_apart() -> None:
+    """Each beside what it counts; without room for the name of the run, it is left out and not the stage's."""
+    state = State(1, 8, "trying 48%", "pruning", 1, 8, 0, 0, "", 0.5, 10.0, 10.0, "")
+    assert line(state, (GIB, 16 * GIB), 80) == "[1/8] trying 48%: 1/8 pruning  50%  10s, 10s left  memory 6%"
+    assert line(state, (GIB, 16 * GIB), 58).startswith("[1/8] 1/8 pruning  50%")
+
+
 def test_a_run_is_named_where_there_is_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with Display("plain") as display:
         display(Schedule(lambda: ((ExpectedStage("pruning", 1.0, ""),), (ExpectedStage("pruning", 1.0, ""),))))
         display(NextRun(2, 2, "alps"))
         display(Stage("pruning"))
-    assert capsys.readouterr().err.startswith("[2/2] 1/1 alps: pruning  ")
+    assert capsys.readouterr().err.startswith("[2/2] alps: 1/1 pruning  ")

@@ -190,6 +190,40 @@ def test_a_run_that_a_sweep_could_not_estimate_brings_its_own_stages() -> None:
     assert progress.state().seconds_left == pytest.approx(60.0)
 
 
+def test_a_run_of_which_nothing_is_known_leaves_the_time_left_unknown() -> None:
+    """Announced without a schedule of all, or refused when all were estimated: the runs that are known are not the whole."""
+    for whole in (None, Schedule(lambda: ((PRUNING,), None, (PRUNING,)))):
+        progress = Progress(Clock())
+        if whole:
+            progress(whole)
+        for number, left in ((1, None), (2, None), (3, 40.0)):
+            progress(NextRun(number, 3, str(number)))
+            if not whole:
+                progress(Schedule(lambda: ((PRUNING,),)))
+            assert progress.state().seconds_left == (left if left is None else pytest.approx(left))
+        assert progress.state().fraction == 0.0 or whole
+
+
+def test_what_runs_take_besides_their_stages_is_expected_of_the_later_ones() -> None:
+    """Opening, reading and whatever counts no units: as long as in the run before."""
+    clock = Clock()
+    progress = Progress(clock)
+    writing = ExpectedStage("writing", 1.0, "writing")
+    progress(Schedule(lambda: ((PRUNING, writing),) * 4))
+    for number in range(1, 5):
+        progress(NextRun(number, 4, str(number)))
+        expected = (5 - number) * 41.0 + (4 - number) * (30.0 if number > 1 else 0.0)
+        assert progress.state().seconds_left == pytest.approx(expected)
+        progress(Stage("opening"))
+        clock.now += 10.0
+        for seconds, events in blocks("pruning", [10.0] * 4):
+            clock.now += seconds
+            for event in events:
+                progress(event)
+        progress(Stage("writing"))
+        clock.now += 21.0
+
+
 def test_a_stage_that_is_repeated_counts_again() -> None:
     """As where memory runs out, and pruning starts again with smaller batches."""
     clock = Clock()
