@@ -29,6 +29,7 @@ Command = Callable[..., Result]
 def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny OPT, packed while it is loaded, on a machine with a kernel and a memory of 10 GB/s."""
     monkeypatch.setattr(speed, "load", packed_model)
+    monkeypatch.setattr("sparsellm.runtime.memory.cache_bytes", lambda: None)
     monkeypatch.setattr(kernels, "available", lambda: "avx512")
     monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)
     monkeypatch.setattr(memory_reads, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
@@ -193,3 +194,27 @@ def test_threads_are_restored(folder: str) -> None:
     before = torch.get_num_threads()
     sparsellm.bench(folder, batch=1, threads=2, tokens=21)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("cache", "small"), [(2**40, True), (16, False), (None, False)])
+def test_a_model_that_fits_in_the_cache_is_told_first(
+    cache: int | None,
+    small: bool,
+    folder: str,
+    outputs: dict[str, Path],
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the terminal, in Python, on the page and on the card, before any speed."""
+    monkeypatch.setattr("sparsellm.runtime.memory.cache_bytes", lambda: cache)
+    done = command("bench", folder, "--batch", 1, "--tokens", 2)
+    assert done.stdout.splitlines()[1].startswith("Too small to tell: ") == small
+    assert ("of dense weights fit in a processor cache of " in done.stdout) == small
+    sparsellm.pack(outputs["opt"], tmp_path / "packed")
+    measured = sparsellm.bench(tmp_path / "packed", batch=1, tokens=2, record=True, output=tmp_path / "page.html")
+    assert str(measured).partition("packed: ")[2].startswith("Too small to tell") == small
+    for file in (tmp_path / "page.html", tmp_path / "packed" / "README.md"):
+        assert ("Too small to tell" in file.read_text(encoding="utf-8")) == small
+    again = sparsellm.load_report(tmp_path / "packed").packing.bench
+    assert again.caution == measured.caution

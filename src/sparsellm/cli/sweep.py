@@ -300,6 +300,8 @@ def bench(
             print_json(result.to_dict())
             return
         print_line(stdout, size_line(result))
+        if result.caution:
+            print_line(stdout, f"{result.caution}.")
         for title, made in speed_tables(result).items():
             print_line(stdout, "")
             show(stdout, text_table(*made, title=title))

@@ -124,6 +124,7 @@ def packed_lines(bench: Bench) -> list[str]:
     return [
         f"Packed it takes {sizes[0]}, dense {sizes[1]}. On {plural(packed.threads, 'thread')} it decodes",
         f"{packed.decode:.0f} tokens a second packed, {dense.decode:.0f} dense ({ratios}).",
+        *(["A model that fits in a processor cache cannot show what packing saves."] if bench.caution else []),
         "Python takes most of that time. docs/deploying.md has models of more than 1 GB.",
     ]
 

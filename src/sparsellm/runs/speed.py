@@ -82,6 +82,7 @@ def measure_bench(
         speeds=speeds,
         notes=notes,
         environment=environment(torch.device("cpu")) | {"kernel": kernel or "none"},
+        cache_bytes=memory.cache_bytes(),
     )
 
 

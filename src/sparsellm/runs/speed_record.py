@@ -9,6 +9,7 @@ from typing import Any
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.runs.decoding import CEILING, PACKED, TORCH, Speed
+from sparsellm.runtime.memory import human_bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,6 +27,7 @@ class Bench(Summarized):
         speeds: The speeds; the form `TORCH` comes first among those with the same threads and batch.
         notes: What limits the figures.
         environment: Versions and machine.
+        cache_bytes: Size of the processors' last-level caches; None if it is not known.
 
     Raises:
         ValueError: A speed is not a positive number, or the dense model or the ceiling lacks one of the packed model's.
@@ -41,6 +43,7 @@ class Bench(Summarized):
     speeds: list[Speed]
     notes: list[str]
     environment: dict[str, str]
+    cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check the speeds, which may come from a report that was edited."""
@@ -57,10 +60,21 @@ class Bench(Summarized):
         key = (form, speed.threads, speed.batch)
         return speed.decode / next(x.decode for x in self.speeds if (x.form, x.threads, x.batch) == key)
 
+    @property
+    def caution(self) -> str:
+        """Why the speeds say little: the dense weights fit in the caches, whose size is known. Otherwise empty."""
+        if self.cache_bytes is None or self.step_bytes > self.cache_bytes:
+            return ""
+        weights, cache = human_bytes(self.step_bytes), human_bytes(self.cache_bytes)
+        return (
+            f"Too small to tell: {weights} of dense weights fit in a processor cache of {cache}, so the speeds do not show "
+            "what reading from memory costs"
+        )
+
     def describe(self) -> list[str]:
-        """A sentence on the packed model and the dense one for each number of threads and of sequences."""
+        """A sentence on the packed model and the dense one for each number of threads and sequences, after the caution."""
         dense = {(x.threads, x.batch): x.decode for x in self.speeds if x.form == TORCH}
-        return [
+        return [self.caution] * bool(self.caution) + [
             f"{plural(x.threads, 'thread')}, {plural(x.batch, 'sequence')}: {x.decode:.1f} tokens a second packed, "
             f"{dense[x.threads, x.batch]:.1f} dense; {self.ratio(x, TORCH):.2f} × torch, {self.ratio(x, CEILING):.2f} × ceiling"
             for x in self.speeds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -73,3 +74,23 @@ def peak_memory() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def cache_bytes(processors: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """Size of the last-level caches of the processors that this process may use, all together; None where Linux has no figure.
+
+    Args:
+        processors: The folder in which Linux describes the processors.
+    """
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    sizes: dict[int, dict[str, int]] = {}  # by level, and by the processors that share the cache
+    try:
+        for index in (index for cpu in usable for index in sorted((processors / f"cpu{cpu}" / "cache").glob("index*"))):
+            level, kind, size, shared = (
+                (index / name).read_text(encoding="ascii").strip() for name in ("level", "type", "size", "shared_cpu_list")
+            )
+            if kind != "Instruction":
+                sizes.setdefault(int(level), {})[shared] = int(size[:-1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[size[-1]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    return sum(sizes[max(sizes)].values()) if sizes else None
