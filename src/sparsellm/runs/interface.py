@@ -104,7 +104,7 @@ def prune(
         if not several:
             return run(recipes[0], observer, given=given, source=source)
         shared, inputs, results = DenseCache(Path(folder)), SameInputs(), []
-        if given is None:
+        if not given:
             announce_runs(recipes, observer, written=False, shared=shared)
         for number, recipe in enumerate(recipes, 1):
             observer(NextRun(number, len(recipes), recipe.size_label))
