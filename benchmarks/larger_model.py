@@ -59,7 +59,7 @@ from transformers import (
 
 import sparsellm
 from sparsellm.checkpoints.loading import compute_dtype
-from sparsellm.errors import BadText, InvalidSetting, SparseLLMError
+from sparsellm.errors import BadText, InvalidSetting, SparseLLMError, plural
 from sparsellm.methods.sparsellm import TrueSequential
 from sparsellm.models.contexts import compute_dtype_context
 from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
@@ -185,7 +185,7 @@ class Bench:
         with FileLock(self.work / "figures.lock"):
             figures = self.figures()
             yield figures
-            machine = f"{processor()}, {torch.get_num_threads()} threads"
+            machine = f"{processor()}, {plural(torch.get_num_threads(), 'thread')}"
             if self.device.type == "cuda":
                 machine = torch.cuda.get_device_name(self.device)
             write_figures(self.file, figures, f"{machine}, torch {torch.__version__}")
@@ -507,7 +507,7 @@ def found(figures: dict[str, Any], family: str, form: str, pattern: str) -> dict
 
 def in_words(cell: dict[str, Any] | None) -> str:
     """The excess with its standard error."""
-    return "" if cell is None else f"{cell['excess']:.3f} ± {cell['standard_error']:.3f}"
+    return "" if cell is None else f"{cell['excess']:.4f} ± {cell['standard_error']:.4f}"
 
 
 def table() -> list[str]:
