@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import sparsellm
+
 HEAVY = {"torch", "transformers", "datasets"}
 
 CODE = """import atexit, sys
@@ -94,3 +96,16 @@ def test_a_wrong_input_is_told_without_torch(
     assert message.count("error:") == 1
     assert not loaded
     assert sorted(folder.iterdir()) == before
+
+
+def test_reports_and_what_verify_finds_in_files_need_no_transformers(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """They read reports, and a changed file is found by its digest; only a sound output is compared with its model's layers."""
+    for name in ("run", "other"):
+        sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(tmp_path / name)
+    assert run(tmp_path, "report", "run")[0::2] == (0, {"torch"})
+    assert run(tmp_path, "compare", "run", "other", "--output", "page.html")[0::2] == (0, {"torch"})
+    file = tmp_path / "other" / "generation_config.json"
+    file.write_text(file.read_text() + " ")
+    status, message, loaded = run(tmp_path, "verify", "other")
+    assert (status, loaded) == (1, {"torch"})
+    assert "generation_config.json was changed" in message

@@ -30,7 +30,6 @@ from sparsellm.runtime import memory
 from sparsellm.sparse import kernels
 from sparsellm.sparse.experts import PackedExperts
 from sparsellm.sparse.linear import PackedLinear
-from sparsellm.sparse.transformers_quantizer import load
 
 PROMPT = 128
 """Tokens of a prompt, where the model's context has room for them."""
@@ -46,6 +45,8 @@ def measure_bench(
     observe: Callable[[str], object] = lambda _: None,
 ) -> Bench:
     """Measure a packed model; `sparsellm.bench` describes the arguments. observe: called with what is done next."""
+    from sparsellm.sparse.transformers_quantizer import load  # imports transformers
+
     _check_counts("batch", batches, largest=MOST)
     _check_counts("threads", threads, largest=os.cpu_count() or 1)
     observe(f"loading {packed}")
