@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
+import shlex
 import shutil
 import statistics
 from collections.abc import Callable
@@ -193,10 +196,42 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, command: Comm
     assert data["runs"][0]["bytes"] == (runs / "half" / "model.safetensors").stat().st_size
 
 
-def test_the_command_of_the_page_names_folders(runs: Path, sweep_folder: Path) -> None:
-    """Also for the cells of a sweep, which are no folders to pass."""
-    page = comparison_page(read_comparison([sweep_folder, runs / "two-four"]))
-    assert "<pre>sparsellm compare cells two-four</pre>" in page
+def shown_command(page: Path) -> list[str]:
+    """The words of the command with which a page says that it is made again."""
+    found = re.search(r"<h2>Run it again</h2>\s*<pre>(.*?)</pre>", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return shlex.split(html.unescape(found[1]))
+
+
+@pytest.mark.parametrize("form", ["relative", "absolute", "of one name", "a sweep", "with spaces"])
+def test_the_command_of_the_page_can_be_run(
+    form: str, runs: Path, sweep_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands, where the comparison was run; of a sweep it names the folder, not its cells."""
+    monkeypatch.chdir(tmp_path)
+    for name, source in (("one/half", "half"), ("other/two-four", "two-four"), ("other/half", "two-four"), ("a b", "half")):
+        shutil.copytree(runs / source, tmp_path / name)
+    given: dict[str, list[object]] = {
+        "relative": ["one/half", "other/two-four"],
+        "absolute": [runs / "half", runs / "two-four"],
+        "of one name": ["one/half", "other/half"],
+        "a sweep": [sweep_folder, "other/two-four"],
+        "with spaces": ["a b", "./other/two-four"],
+    }
+    first = command("compare", *given[form], "--output", "page.html")
+    assert first.exit_code == 0, first.stderr
+    program, *words = shown_command(tmp_path / "page.html")
+    again = command(*words)
+    assert program == "sparsellm"
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout == first.stdout.replace("Wrote page.html.\n", "")
+
+
+def test_the_command_in_the_message_of_report_can_be_run(runs: Path, command: Command) -> None:
+    refused = command("report", runs / "half", runs / "two-four")
+    assert refused.exit_code == 1
+    words = shlex.split(refused.stderr.partition("To compare them: ")[2])
+    assert command(*words[1:]).exit_code == 0
 
 
 def test_metrics_that_are_no_fractions_are_not_in_per_cent(runs: Path) -> None:

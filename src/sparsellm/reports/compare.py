@@ -109,7 +109,7 @@ class Comparison:
     """Runs of one model side by side.
 
     Attributes:
-        folders: The folders that were read, without their parents where that is unambiguous.
+        folders: The folders that were read, as they were given, so that the command that compares them again can be run.
         notes: What limits the comparison, as sentences.
     """
 
@@ -223,7 +223,7 @@ def read_comparison(folders: Sequence[str | Path]) -> Comparison:
             f"{one.name} and {another.name} are pruned from different models, {kind}. Compare runs of one model."
         )
     _check_weights(runs)
-    return Comparison(next(iter(models))[0], tuple(names.values()), tuple(runs), tuple(_notes(runs, open_cells)))
+    return Comparison(next(iter(models))[0], tuple(map(str, folders)), tuple(runs), tuple(_notes(runs, open_cells)))
 
 
 def _check_weights(runs: Sequence[ComparedRun]) -> None:

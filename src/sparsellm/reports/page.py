@@ -83,7 +83,7 @@ def comparison_page(comparison: Comparison) -> str:
                 "samples": {run.name: run.report.samples for run in comparison.runs if run.report.samples},
                 "layers": [],
                 "command": compare_command(comparison.folders),
-                "inputs": comparison.folders,
+                "inputs": [],
                 "file": "recipes.yaml",
                 "settings": yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
                 "environment": {},
