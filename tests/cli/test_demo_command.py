@@ -68,6 +68,15 @@ def test_demo_ends_with_what_to_do_next(
     assert max(map(len, lines[1:])) <= 80
 
 
+def test_an_output_that_exists_is_told_in_words_of_the_command_line(tmp_path: Path, command: Callable[..., Result]) -> None:
+    """Without an option that `demo` does not have; other commands name theirs."""
+    result = command("demo", "--output", tmp_path)
+    assert result.exit_code == 1
+    assert " ".join(result.stderr.split()).endswith(f"error: {tmp_path} exists. Choose another name.")
+    other = command("prune", "demo:opt", tmp_path, "--method", "magnitude")
+    assert "Choose another name, or pass --overwrite to replace it." in " ".join(other.stderr.split())
+
+
 def test_unknown_family(command: Callable[..., Result]) -> None:
     """A family that is not bundled is refused by name."""
     result = command("demo", "--family", "gpt")

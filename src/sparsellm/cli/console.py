@@ -23,6 +23,7 @@ from rich.text import Text
 
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
+from sparsellm.runs.recipe_fields import RecipeFields
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
@@ -69,7 +70,8 @@ def in_process_group(context: typer.Context) -> Iterator[bool]:
 def in_options(text: str, context: typer.Context) -> str:
     """Write the settings that a message names as in Python, `samples` or `offload=False`, as options of the command.
 
-    A name that the command has no option for, such as the field of a file that it reads, stays as it is.
+    A name that the command has no option for, such as the field of a file that it reads, stays as it is; `sweep` sets a field
+    with a value by --set. An alternative that needs an option which the command does not have is left out.
     """
     parameters: dict[str, Any] = {}
     for parameter in context.command.params:
@@ -77,20 +79,29 @@ def in_options(text: str, context: typer.Context) -> str:
         parameters.setdefault(str(parameter.name), parameter)
 
     def written(match: re.Match[str]) -> str:
-        parameter = parameters.get(match["name"])
+        parameter, value = parameters.get(match["name"]), match["value"]
+        if parameter is None and value and "changes" in parameters and match["name"] in RecipeFields.model_fields:
+            value = value.lower() if value in ("True", "False") else value.strip("'")
+            return f"--set {shlex.quote('='.join((match['name'], value)))}"
         if parameter is None:
             return match[0]
         if parameter.param_type_name == "argument":
             return str(parameter.metavar)
         option: str = parameter.opts[-1]
-        if match["value"] in (None, "True"):
+        if value in (None, "True"):
             return option
-        if match["value"] == "False":
+        if value == "False":
             return next(iter(parameter.secondary_opts), match[0])
-        value = match["value"].strip("'")
-        return f"{option} {shlex.quote(value)}"
+        value = shlex.quote(value.strip("'"))
+        return f"{option} {value}"
 
-    return re.sub(r"`(?P<name>[a-z_][a-z0-9_]*)(=(?P<value>True|False|\d+|'[^'`\\]*'))?`", written, text)
+    setting = r"`(?P<name>[a-z_][a-z0-9_]*)(=(?P<value>True|False|\d+|'[^'`\\]*'))?`"
+
+    def possible(match: re.Match[str]) -> str:
+        return match[0] if written(match) != match[0] or match["value"] is None else ""
+
+    text = re.sub(rf",? or [^,.;`]*{setting}[^,.;`]*(?=[.;,])", possible, text)
+    return re.sub(setting, written, text)
 
 
 @contextmanager
