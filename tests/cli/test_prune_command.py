@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
+import sparsellm
 from sparsellm.errors import printable
 from sparsellm.solvers.patterns import NM, parse_pattern
 from tests.conftest import long_unless, report_of
@@ -177,6 +180,35 @@ def test_yaml_holds_the_same_fields_and_options_win(
     assert command("prune", "--config", recipe, "--print-config").stdout == printed.stdout
     changed = command("prune", "--config", recipe, "--sparsity", "2:4", "--print-config").stdout
     assert changed == printed.stdout.replace("3:4", "2:4")
+
+
+def test_recipes_leave_out_what_is_at_its_default(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """As printed, on cards (of a recovery also that of the pruned model), and on pages; reading gives the same recipe."""
+    common = ("--calibration", text_file, "--samples", 4, "--sequence-length", 32)
+    words = ("prune", tiny["llama"], tmp_path / "out", "--method", "wanda", *common)
+    fields = {"model": "llama", "calibration": "words.txt", "samples": 4, "sequence_length": 32, "method": "wanda"}
+    fields["sparsity"] = "50%"
+    named = fields | {"model": str(tiny["llama"]), "calibration": str(text_file)}
+    assert yaml.safe_load(command(*words, "--print-config").stdout) == named
+    assert command(*words).exit_code == 0
+    recovered = command("recover", tmp_path / "out", tmp_path / "more", "--against", tiny["llama"], "--steps", 1, *common)
+    assert recovered.exit_code == 0, recovered.stderr
+    cards = [(tmp_path / name / "README.md").read_text(encoding="utf-8") for name in ("out", "more")]
+    blocks = [
+        [yaml.safe_load(x) for x in re.findall(r"^```\w*\n(model:.*?)^```", card, re.DOTALL | re.MULTILINE)] for card in cards
+    ]
+    of_recovery = {name: value for name, value in fields.items() if name not in ("method", "sparsity")}
+    assert blocks == [[fields], [of_recovery | {"pruned": "out", "steps": 1}, fields]]
+    sparsellm.compare([tmp_path / "out", tmp_path / "more"], tmp_path / "page.html")
+    assert "null" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+    default = sparsellm.Recipe(model="demo:opt", method="magnitude")
+    assert yaml.safe_load(default.to_yaml()) == {"model": "demo:opt", "method": "magnitude", "sparsity": "50%"}
+    other = sparsellm.Recipe(
+        model="demo:opt", method="magnitude", documents="whole", seed=3, evaluate=("demo",), keep_zeros=True
+    )
+    assert sparsellm.Recipe(**yaml.safe_load(other.to_yaml())) == other
 
 
 def test_saved_report_gives_the_recipe_of_its_run(

@@ -316,6 +316,28 @@ def test_paths_serve_wherever_a_folder_is_named(tiny: dict[str, Path], tmp_path:
         sparsellm.load_report(tmp_path)
 
 
+def test_what_is_read_and_made_prints_in_a_few_lines(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """`str` and `repr` of what the public functions return; a report's has the figures of its run."""
+    folder, settings = str(tiny["llama"]), {"calibration": str(text_file), "samples": 4, "sequence_length": 32}
+    result = sparsellm.prune(folder, "wanda", evaluate=str(text_file), evaluate_limit=2, **settings)
+    out = result.save_pretrained(tmp_path / "out")
+    saved = sparsellm.load_report(out)
+    assert str(saved) == str(result.report).replace(", 50 % removed, unstructured", ", 50%")
+    more = sparsellm.recover(out, folder, steps=1, evaluate=str(text_file), evaluate_limit=2, **settings)
+    again = sparsellm.load_report(more.save_pretrained(tmp_path / "more"))
+    assert str(again).splitlines()[2] == str(more.report).splitlines()[2]
+    assert str(again).splitlines()[2].count("→") == 2
+    assert str(again).splitlines()[0] == "model: llama, pruned and recovered"
+    by_bits = sparsellm.prune(folder, "sparsegpt", bits=3.0, **settings).save_pretrained(tmp_path / "bits")
+    made = [saved, again, sparsellm.load_report(by_bits), result.report.recipe, more.report.recipe, result, more]
+    made += [sparsellm.compare([out, tmp_path / "more"]), sparsellm.plan(folder, "wanda", **settings)]
+    made += [sparsellm.verify(out), sparsellm.evaluate(folder, text_file, sequence_length=32, evaluate_limit=2)]
+    for x in made:
+        assert max(len(str(x)), len(repr(x))) < 1200, type(x)
+    recipe = sparsellm.Recipe(model="demo:opt", method="magnitude")
+    assert str(recipe) == "model='demo:opt' method='magnitude' sparsity='50%'"
+
+
 def test_a_sweep_from_python(tiny: dict[str, Path], tmp_path: Path) -> None:
     """Cells are chosen and changed by mappings; called again, only the open cells run."""
     file = tmp_path / "sweep.yaml"

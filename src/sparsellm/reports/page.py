@@ -39,6 +39,7 @@ from sparsellm.runs.output_folder import is_sweep
 from sparsellm.runs.own_method import saved_kind
 from sparsellm.runs.publication import Paths, local_files
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_fields import without_defaults
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import REPORT, SavedReport, read_record
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -65,7 +66,7 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
 
 def comparison_page(comparison: Comparison) -> str:
     """The tables of a comparison as an HTML page."""
-    recipes = {run.name: run.report.recipe for run in comparison.runs}
+    recipes = {run.name: without_defaults(run.report.recipe) for run in comparison.runs}
     figures = [figure for run in comparison.runs for figure in run.figures.values()]
     with style():
         return render(

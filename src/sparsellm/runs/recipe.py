@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import yaml
 from pydantic import field_validator, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
@@ -17,6 +16,7 @@ from sparsellm.runs.recipe_fields import (
     SolverName,
     fields_of_others,
     parse_size,
+    recipe_yaml,
 )
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 
@@ -86,8 +86,8 @@ class RunRecipe(RunFields):
         """Summarize the run in one line."""
 
     def to_yaml(self) -> str:
-        """Convert the recipe to YAML, with every field."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        """Convert the recipe to YAML: its method, and every field that differs from its default."""
+        return recipe_yaml(self.model_dump(mode="json"))
 
 
 class Recipe(RunRecipe, RecipeFields):

@@ -6,10 +6,12 @@ Imports no torch, so that `sparsellm --help` and shell completion need not wait 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -123,6 +125,11 @@ class RunFields(BaseModel):
     """The fields that `prune` and `recover` share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """What `repr` and `str` show: no fields at their defaults, of which a recipe has some forty."""
+        shown = without_defaults(self.model_dump(mode="json"))
+        yield from ((name, value) for name, value in super().__repr_args__() if name in shown)
 
     model: str = Field(description="Checkpoint folder, Hugging Face name, demo:opt or demo:llama.")
     revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
@@ -284,3 +291,15 @@ class RecoveryFields(RunFields):
         "0 for blocks and for the loss text; for the whole model enough to use each about twice",
         least=0,
     )
+
+
+def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe, as plain data, that differ from their defaults, and its method."""
+    declared = (RecoveryFields if "pruned" in fields else RecipeFields).model_fields
+    defaults = {name: [] if field.default == () else field.default for name, field in declared.items() if name != "method"}
+    return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
+
+
+def recipe_yaml(fields: Mapping[str, Any]) -> str:
+    """The fields of a recipe, as plain data, as YAML without those at their defaults."""
+    return yaml.safe_dump(without_defaults(fields), sort_keys=False, allow_unicode=True)

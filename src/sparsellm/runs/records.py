@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationE
 from sparsellm.data.json_files import read_json
 from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
-from sparsellm.evaluation.measurements import LayerCosts
+from sparsellm.evaluation.measurements import LayerCosts, plus_minus
 from sparsellm.methods import StoredPattern
 from sparsellm.runs.output_folder import REPORT as REPORT
 from sparsellm.runs.output_folder import WORK as WORK
@@ -180,6 +180,24 @@ class SavedReport(Record):
         totals = self.totals
         zeros = f"{100 * totals.sparsity_of_pruned_layers:.2f} % zeros in {totals.pruned_layers} pruned layers"
         return f"<{type(self).__name__} of {printable(str(self.recipe.get('model')), 80)}: {zeros}>"
+
+    def __str__(self) -> str:
+        """The model, the method, the zeros and the perplexities, as a report prints; pydantic would print every layer."""
+        totals, recipe = self.totals, self.recipe
+        size = f"{recipe['bits']} bits a weight" if recipe.get("bits") else recipe.get("sparsity")
+        how = "pruned and recovered" if "pruned" in recipe else f"pruned by {recipe.get('method', 'sparsellm')}, {size}"
+        zeros = f"{100 * totals.sparsity_of_pruned_layers:.2f} % of the weights in {totals.pruned_layers} pruned layers"
+        texts = []
+        for text, pair in self.perplexity.items():
+            before = self.pruned.perplexity.get(text) if self.pruned else None
+            figures = (pair.dense, before.pruned if before else None, pair.pruned)
+            texts.append(f"{' → '.join(plus_minus(x) for x in figures if x)} on {PurePath(text).name}")
+        lines = {
+            "model": f"{PurePath(str(recipe.get('model'))).name}, {how}",
+            "sparsity": f"{zeros}, {100 * totals.sparsity_of_model:.2f} % of the model",
+            "perplexity": "; ".join(texts) or "not measured",
+        }
+        return printable("\n".join(f"{name}: {value}" for name, value in lines.items()))
 
     def to_frame(self) -> DataFrame:
         """The results of each pruned layer as the rows of a pandas DataFrame, as `Report.to_frame` does."""

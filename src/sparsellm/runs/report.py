@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import TypeAdapter
 
 from sparsellm.checkpoints.files import Origin
@@ -19,6 +18,7 @@ from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingRe
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs import card
 from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.recipe_fields import recipe_yaml
 from sparsellm.runs.records import layer_frame
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.result_records import SavedGradual
@@ -275,7 +275,7 @@ class Report(Summarized):
             changed=len(self.changed_parameters),
             coverage=self.coverage.describe() if self.coverage else "",
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
-            previous=yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else "",
+            previous=recipe_yaml(self.pruned["recipe"]) if self.pruned else "",
             gradual=gradual,
             described=gradual.describe(recipe) if gradual else describe_outcome(recipe, self),
             stages=gradual and gradual.table(),
