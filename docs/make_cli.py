@@ -29,8 +29,8 @@ one message; `sparsellm --debug COMMAND ...` shows its traceback.
 
 RECIPE = """## Recipe
 
-`prune --config recipe.yaml` reads these fields from YAML, `--print-config` writes them, and `sparsellm.prune` takes them as
-keywords. Options on the command line override the file. An unknown field is an error.
+`prune --config recipe.yaml` reads these fields from YAML, `--print-config` writes those that are not at their defaults, and
+`sparsellm.prune` takes them as keywords. Options on the command line override the file. An unknown field is an error.
 
 `prune --config OUT/sparsellm.json NEW`, or `--config OUT`, has the settings of the pruning run that wrote OUT. A report has
 the names of local files without their folders: files that do not exist in the current folder are listed, and their settings
