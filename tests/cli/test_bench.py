@@ -19,7 +19,7 @@ from sparsellm.runs import speed
 from sparsellm.runs.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
 from sparsellm.runs.packed_card import record_speed
 from sparsellm.runs.speed_record import Bench
-from sparsellm.sparse import kernels, memory_reads
+from sparsellm.sparse import kernels, memory_reads, transformers_quantizer
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]
@@ -28,7 +28,7 @@ Command = Callable[..., Result]
 @pytest.fixture
 def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny OPT, packed while it is loaded, on a machine with a kernel and a memory of 10 GB/s."""
-    monkeypatch.setattr(speed, "load", packed_model)
+    monkeypatch.setattr(transformers_quantizer, "load", packed_model)
     monkeypatch.setattr("sparsellm.runtime.memory.cache_bytes", lambda: None)
     monkeypatch.setattr(kernels, "available", lambda: "avx512")
     monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)

@@ -21,7 +21,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runtime import bf16_gram, devices
-from sparsellm.solvers import statistics
+from sparsellm.solvers import patterns, statistics
 from sparsellm.solvers.linalg import cholesky_, cholesky_ex_
 from sparsellm.solvers.patterns import _all_but_smallest, keep_largest, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
@@ -52,6 +52,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         monkeypatch.setattr(devices, "queued", lambda device: True)
+        monkeypatch.setattr(patterns, "_is_queued", lambda device: True)
         monkeypatch.setattr(statistics, "ASYNC_PANEL_ROWS", statistics.MIN_PANEL_ROWS)
 
     return begin

@@ -135,7 +135,7 @@ def test_a_killed_run_continues_at_its_stage(
         (("--from", "80%", "--to", "60%"), "--from must be below --to, got 80% and 60%."),
         (("--from", "50%", "--to", "50%"), "--from must be below --to, got 50% and 50%."),
         (("--from", "40%", "--to", "80%"), "half is sparser than --from: its pruned layers have 50.00 % zeros, got 40%."),
-        (("--from", "50%", "--to", "80%", "--stages", 0), "--stages must be at least 1, got 0."),
+        (("--from", "50%", "--to", "80%", "--stages", 0), "--stages must be from 1 to 999, got 0."),
         (("--from", "50%", "--to", "50.2%", "--stages", 4), "--stages 4 are too many from 50% to 50.2%"),
         (("--from", "50%", "--to", "2:4"), "--to must be an unstructured sparsity such as 80%, got 2:4"),
         (("--from", "50", "--to", "80%"), "--from must be in [0, 1), got 50. For 50 % write 0.5 or 50%."),

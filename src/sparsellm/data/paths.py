@@ -19,6 +19,11 @@ def local_path(path: str | Path) -> Path:
         ) from None
 
 
+def is_task_file(task: str) -> bool:
+    """Whether a task is given by a file with its definition, not by its name."""
+    return task.endswith((".yaml", ".yml"))
+
+
 def home() -> Path | None:
     """The user's home folder; None for a user without one, as in containers."""
     with suppress(RuntimeError):

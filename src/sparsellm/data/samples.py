@@ -28,6 +28,9 @@ TRIED, MEDIAN = 64, 2
 TOKEN_BYTES = 8
 """Bytes of a token id."""
 
+LARGE = 2**20
+"""Bytes of sequences from which they are compared with the memory that is free."""
+
 PLACES = 20
 """How often a place is drawn anew for each sequence where a long text ends too early behind it."""
 
@@ -101,9 +104,8 @@ def calibration_windows(
         description = f"{count} ({text.source}), seed {seed}"
         return _sequences(tokenized, windows, description, notes=notes, distinct=count_tokens(windows))
     room = tokenized.room(sequence_length)
-    check_fits(
-        TOKEN_BYTES * samples * sequence_length, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`."
-    )
+    if (needed := TOKEN_BYTES * samples * sequence_length) >= LARGE:
+        check_fits(needed, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`.")
     drawn = None if text.rows or text.conversations else _draw_from_documents(tokenized, samples, room, generator)
     origin, distinct = f", each at a random place of one of {len(tokenized):,} documents", samples * room
     notes = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from sparsellm.data.paths import local_path
+from sparsellm.data.paths import is_task_file, local_path
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable, first_line
 from sparsellm.runtime.devices import is_out_of_memory
 
@@ -70,11 +70,6 @@ def prepare_tasks(tasks: Sequence[str], folder: str | None) -> dict[str, dict[st
         if (other := names.setdefault(name, task)) != task:
             raise InvalidSetting(f"{other} and {task} are both a task named {name}. Rename one of them in its file.")
     return {task: {"task": name} if is_task_file(task) else {} for name, task in names.items()}
-
-
-def is_task_file(task: str) -> bool:
-    """Whether a task is given by a file with its definition, not by its name."""
-    return task.endswith((".yaml", ".yml"))
 
 
 def _check_name(task: str) -> None:

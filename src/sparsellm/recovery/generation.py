@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsellm.data.padding import sequence_lengths
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.kv_cache import preallocate
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import fast_linear_layers
 
@@ -52,8 +53,6 @@ def generate_samples(
     Returns:
         Token ids, (count, seq).
     """
-    from sparsellm.models.kv_cache import preallocate  # imports transformers
-
     if count == 0:
         return windows[:0]
     samples, length = windows.shape

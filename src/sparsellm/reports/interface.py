@@ -26,6 +26,7 @@ from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
 from sparsellm.reports.target import Target
 from sparsellm.runs.display import Display
+from sparsellm.runs.early_checks import check_results
 from sparsellm.runs.events import Observer, combine_observers
 from sparsellm.runs.export import Result
 from sparsellm.runs.packed_card import record_speed, recordable
@@ -196,6 +197,8 @@ def report(
             f"A report is of one run or sweep, got {len(run)}. Report each, or compare the folders: sparsellm.compare([...])."
         )
     _check_page(output, overwrite=overwrite)
+    if not isinstance(run, Result):
+        check_results(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
     file = local_path(output or f"{page_name(run)}.html")
     check_files([file], overwrite=overwrite)

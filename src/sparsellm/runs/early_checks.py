@@ -11,7 +11,7 @@ from sparsellm.data.json_files import Unreadable, read_bytes
 from sparsellm.data.paths import check_machine, local_path
 from sparsellm.data.texts import check_text
 from sparsellm.errors import BadText, InvalidSetting
-from sparsellm.runs.output_folder import REPORT, check_finished, is_sweep
+from sparsellm.runs.output_folder import REPORT, check_finished, folder_path, is_sweep
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recipe_file import validated
@@ -72,7 +72,7 @@ def check_recovery(settings: Mapping[str, Any]) -> None:
 def check_results(folder: str | Path) -> Path:
     """The folder of a run or a sweep as a path. Raises InvalidSetting if it is neither."""
     check_machine()
-    path = local_path(folder)
+    path = folder_path(folder)
     if not is_sweep(path) and not (path / REPORT).is_file():
         problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
         raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")

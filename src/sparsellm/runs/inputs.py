@@ -10,10 +10,9 @@ from pathlib import Path
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.data.data_sets import is_saved
-from sparsellm.data.paths import local_path
+from sparsellm.data.paths import is_task_file, local_path
 from sparsellm.data.texts import NAMES
 from sparsellm.errors import CannotResume, SparseLLMError
-from sparsellm.evaluation.task_definitions import is_task_file
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.runs.fingerprint import contents, model_fingerprint
 from sparsellm.runs.outputs import read_output

@@ -17,11 +17,11 @@ from sparsellm.runs.export import Result
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.inputs import SameInputs
 from sparsellm.runs.loading import named_model
+from sparsellm.runs.output_folder import folder_path
 from sparsellm.runs.own_method import method_fields
 from sparsellm.runs.planning import plan_run
 from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe, read_recipes, split_sparsity
-from sparsellm.runs.records import folder_path
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
 from sparsellm.runs.schedule import announce_runs

@@ -18,10 +18,11 @@ from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.data.in_memory import SOURCE, CalibrationData, Given, given_texts
 from sparsellm.data.padding import count_tokens, token_digest
+from sparsellm.data.paths import is_task_file
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
-from sparsellm.evaluation.task_definitions import is_task_file, prepare_tasks
+from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runs.display import Display

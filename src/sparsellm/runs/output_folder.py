@@ -85,6 +85,16 @@ def files_outside_work(path: Path) -> set[str]:
     return {name for name in files if not name.startswith(f"{WORK}/")}
 
 
+def folder_path(output: str | Path) -> Path:
+    """The path of what a run wrote. Raises InvalidSetting for anything but a path, such as a model in memory."""
+    if not isinstance(output, (str, Path)):
+        raise InvalidSetting(
+            f"A folder that a run wrote is needed, got {type(output).__name__}. "
+            "Write the result of a run with save_pretrained, which verifies what it writes, and pass the folder."
+        )
+    return local_path(output)
+
+
 def check_report(folder: Path) -> None:
     """Raise InvalidSetting unless a folder has the report of a run."""
     if not (folder / REPORT).is_file():

@@ -10,8 +10,8 @@ from typing import Any
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.data.json_files import is_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.runs.output_folder import check_finished, check_report
-from sparsellm.runs.records import REPORT, SavedDigests, SavedReport, folder_path, read_record
+from sparsellm.runs.output_folder import check_finished, check_report, folder_path
+from sparsellm.runs.records import REPORT, SavedDigests, SavedReport, read_record
 
 
 @dataclass(frozen=True)

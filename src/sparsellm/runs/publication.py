@@ -15,9 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from sparsellm.checkpoints.files import DEMO, is_hub_name
-from sparsellm.data.paths import home, local_path
+from sparsellm.data.paths import home, is_task_file, local_path
 from sparsellm.data.texts import NAMES
-from sparsellm.evaluation.task_definitions import is_task_file
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 

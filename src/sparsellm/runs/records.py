@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from sparsellm.data.json_files import read_json
-from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
+from sparsellm.evaluation.differences import Difference, difference, paired_error
 from sparsellm.evaluation.measurements import LayerCosts, plus_minus
 from sparsellm.methods import StoredPattern
 from sparsellm.runs.output_folder import REPORT as REPORT
 from sparsellm.runs.output_folder import WORK as WORK
+from sparsellm.runs.output_folder import folder_path
 from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.result_records import Finite, Index, Number, Record, SavedFigure, SavedGradual, SavedTraining
 from sparsellm.runs.speed_record import Bench
@@ -44,6 +45,13 @@ class SavedPair(Record):
 
     dense: SavedFigure | None = None
     pruned: SavedFigure | None = None
+
+    @property
+    def change(self) -> Difference | None:
+        """The relative change of a perplexity, as `Perplexity.against`; None if either was not measured."""
+        if self.dense is None or self.pruned is None:
+            return None
+        return difference(self.pruned.value, self.dense.value, paired_error(self.pruned.parts, self.dense.parts))
 
 
 class SavedLayer(Record):
@@ -191,7 +199,9 @@ class SavedReport(Record):
         for text, pair in self.perplexity.items():
             before = self.pruned.perplexity.get(text) if self.pruned else None
             figures = (pair.dense, before.pruned if before else None, pair.pruned)
-            texts.append(f"{' → '.join(plus_minus(x) for x in figures if x)} on {PurePath(text).name}")
+            change = pair.change
+            values = " → ".join(plus_minus(x) for x in figures if x) + (f" ({change})" if change else "")
+            texts.append(f"{values} on {PurePath(text).name}")
         lines = {
             "model": f"{PurePath(str(recipe.get('model'))).name}, {how}",
             "sparsity": f"{zeros}, {100 * totals.sparsity_of_model:.2f} % of the model",
@@ -261,16 +271,6 @@ def read_record(
         where = ".".join(map(str, first["loc"])) or "top level"
         got = printable(repr(first["input"]), 80)
         raise refusal(f"{file} is damaged: it is not a {what} ({where}: {first['msg']}, got {got}).") from None
-
-
-def folder_path(output: str | Path) -> Path:
-    """The path of what a run wrote. Raises InvalidSetting for anything but a path, such as a model in memory."""
-    if not isinstance(output, (str, Path)):
-        raise InvalidSetting(
-            f"A folder that a run wrote is needed, got {type(output).__name__}. "
-            "Write the result of a run with save_pretrained, which verifies what it writes, and pass the folder."
-        )
-    return local_path(output)
 
 
 def load_report(run: str | Path) -> SavedReport:

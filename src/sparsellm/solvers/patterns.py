@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from sparsellm.errors import InvalidSetting
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 EXAMPLES = "Write 70%, 0.7, 2:4, 3:4 or 4:8."
@@ -180,7 +181,7 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
     if removed <= 0:
         return torch.ones_like(score, dtype=torch.bool)
     flat = score.flatten()
-    if flat.device.type != "cpu":
+    if _is_queued(flat.device):
         return _all_but_smallest(flat, removed).view(score.shape)
     threshold = _kth_smallest(flat, removed)
     keep = flat > threshold
@@ -189,6 +190,11 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
         ties = (flat == threshold).nonzero().squeeze(1)
         keep[ties[-kept_ties:]] = True
     return keep.view(score.shape)
+
+
+def _is_queued(device: torch.device) -> bool:
+    """As `devices.queued`, whose file imports torch."""
+    return device.type != "cpu"
 
 
 def _all_but_smallest(flat: Tensor, removed: int) -> Tensor:
