@@ -151,7 +151,7 @@ def test_without_a_kernel_it_says_so(folder: str, command: Command, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch", "0"], "--batch got 0: pass numbers 1 or more."),
+        (["--batch", "0"], "--batch got 0: pass numbers from 1 to 2,147,483,647."),
         (["--threads", "1,9999"], f"--threads got 1,9999: pass numbers from 1 to {os.cpu_count()}, the cores of this machine."),
         (
             ["--tokens", "0"],

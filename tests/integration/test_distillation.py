@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from sparsellm.methods import Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.kv_cache import PreallocatedLayer, preallocate
+from sparsellm.models.kv_cache import preallocate, preallocated_layer
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.recovery import generation
 from sparsellm.recovery.distillation import Group, distill, group_batches, last_states
@@ -245,7 +245,7 @@ def test_keys_and_values_are_written_in_place(family: str, monkeypatch: pytest.M
     monkeypatch.setattr(generation, "preallocate", observe)
     text = generate_samples(tiny(family), given, 70)
     for grown, size in zip(caches, (64, 6), strict=True):
-        assert [type(layer) for layer in grown.layers] == [PreallocatedLayer] * 3
+        assert [type(layer) for layer in grown.layers] == [preallocated_layer()] * 3
         for layer in grown.layers:
             assert layer.keys.shape[0] == size
             assert layer.keys.shape[2] == 11  # the last token has no successor
