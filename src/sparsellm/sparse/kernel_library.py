@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sparsellm.errors import InvalidSetting
 from sparsellm.runtime import devices
 
 INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
@@ -61,6 +62,34 @@ def load_library() -> Library | None:
     """The library beside this file; None if it is missing or of another version."""
     library = devices.load_library(LIBRARY, VERSION)
     return None if library is None else Library(library)
+
+
+def available() -> str | None:
+    """Return the name of the instruction set in use; None without the compiled library."""
+    library = load_library()
+    return None if library is None else INSTRUCTION_SETS[library.number]
+
+
+def instruction_sets() -> list[str]:
+    """Return the names of the instruction sets that this processor and the library have, the preferred one last."""
+    library = load_library()
+    return [] if library is None else list(library.names)
+
+
+def set_instruction_set(name: str | None) -> None:
+    """Use another instruction set than the preferred one, for comparisons and tests.
+
+    Args:
+        name: One of `instruction_sets()`; None for the preferred one.
+
+    Raises:
+        InvalidSetting: This processor or the library does not have it.
+    """
+    library = load_library()
+    names = instruction_sets()
+    if library is None or name not in (None, *names):
+        raise InvalidSetting(f"instruction set got {name!r}; this machine has {', '.join(names) or 'no compiled kernels'}.")
+    library.number = INSTRUCTION_SETS.index(name or names[-1])
 
 
 @cache

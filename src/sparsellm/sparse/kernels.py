@@ -9,44 +9,19 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_library, warn_missing
+from sparsellm.sparse.kernel_library import TYPES, Library, load_library, warn_missing
+from sparsellm.sparse.kernel_library import available as available
+from sparsellm.sparse.kernel_library import instruction_sets as instruction_sets
+from sparsellm.sparse.kernel_library import set_instruction_set as set_instruction_set
 from sparsellm.sparse.parts import DTYPES
 from sparsellm.sparse.quantization import QuantizedBitmask
-from sparsellm.sparse.running_form import check_layout, check_tensor
+from sparsellm.sparse.running_form import check_layout, check_tensor, is_aligned
 
 MAX_TOKENS = 16
 """Tokens up to which the kernels multiply, in passes of 8. From there on, torch's product with decoded rows takes less time."""
 
 TILE = 2**20
 """Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
-
-
-def available() -> str | None:
-    """Return the name of the instruction set in use; None without the compiled library."""
-    library = load_library()
-    return None if library is None else INSTRUCTION_SETS[library.number]
-
-
-def instruction_sets() -> list[str]:
-    """Return the names of the instruction sets that this processor and the library have, the preferred one last."""
-    library = load_library()
-    return [] if library is None else list(library.names)
-
-
-def set_instruction_set(name: str | None) -> None:
-    """Use another instruction set than the preferred one, for comparisons and tests.
-
-    Args:
-        name: One of `instruction_sets()`; None for the preferred one.
-
-    Raises:
-        InvalidSetting: This processor or the library does not have it.
-    """
-    library = load_library()
-    names = instruction_sets()
-    if library is None or name not in (None, *names):
-        raise InvalidSetting(f"instruction set got {name!r}; this machine has {', '.join(names) or 'no compiled kernels'}.")
-    library.number = INSTRUCTION_SETS.index(name or names[-1])
 
 
 def matmul(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None = None) -> Tensor:
@@ -134,6 +109,8 @@ def multiply(
         raise InvalidSetting(f"x has {shape[-1]} columns, and the packed matrix {columns}.")
     if x.device != mask.device:
         raise InvalidSetting(f"x is on {x.device}, and the packed matrix on {mask.device}. Move one to the other.")
+    if x.dtype not in DTYPES:
+        raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
     if x.requires_grad and torch.is_grad_enabled():
         raise InvalidSetting("Packed matrices have no gradients: use torch.no_grad(), or train the unpacked model.")
     rows = len(mask)
@@ -157,10 +134,15 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
     Returns:
         (tokens, out) of x's dtype.
+
+    Raises:
+        InvalidSetting: A shape, dtype or device does not match.
     """
     library = load_library()
     rows, columns = weight.shape
-    if library is None or len(x) > MAX_TOKENS or not x.is_cpu:
+    if x.dtype not in DTYPES:
+        raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
+    if library is None or len(x) > MAX_TOKENS or not (x.is_cpu and is_aligned(weight)):
         return (x @ weight.to(x.dtype).T).to(x.dtype)
     check_tensor("The dense weight", weight, (torch.bfloat16,), (rows, x.shape[-1]), device=x.device)
     return _call(library, x, (None, weight.data_ptr(), TYPES[weight.dtype], None, None, 0), shape=(rows, columns))
@@ -200,12 +182,9 @@ def decode(
         raise InvalidSetting(f"`dtype` got {dtype}; float32, bfloat16 or float16 is needed.")
     if out is not None:
         check_tensor("`out`", out, (dtype,), (stop - start, weight.shape[1]), device=weight.mask.device)
-    if library is None or not weight.values.is_cpu:
-        dense = (
-            weight.to_dense(start, stop, dtype=dtype) if isinstance(weight, QuantizedBitmask) else weight.to_dense(start, stop)
-        )
-        return dense if out is None else out.copy_(dense)
     dense = weight.mask.new_empty((stop - start, weight.shape[1]), dtype=dtype) if out is None else out
+    if library is None or not weight.values.is_cpu:
+        return _decode_tiles(weight, start, dense)
     library.decode(
         library.number,
         torch.get_num_threads(),
@@ -224,6 +203,17 @@ def decode(
     return dense
 
 
+def _decode_tiles(weight: Bitmask | QuantizedBitmask, start: int, out: Tensor) -> Tensor:
+    """Decode rows from a first one on by torch, a tile at a time: on the way a number takes several times its size."""
+    step = max(1, TILE // weight.mask.shape[1] // 8) if weight.mask.shape[1] else len(out) or 1
+    for first in range(0, len(out), step):
+        rows = start + first, min(start + first + step, start + len(out))
+        out[first : first + step] = (
+            weight.to_dense(*rows, dtype=out.dtype) if isinstance(weight, QuantizedBitmask) else weight.to_dense(*rows)
+        )
+    return out
+
+
 def _call(
     library: Library, x: Tensor, parts: tuple[int | None, ...], *, shape: tuple[int, int], bias: Tensor | None = None
 ) -> Tensor:
@@ -231,11 +221,9 @@ def _call(
     dtype = x.dtype
     if dtype is torch.float16:
         x, bias = x.float(), None if bias is None else bias.float()
-    elif dtype not in TYPES:
-        raise InvalidSetting(f"x is {dtype}; float32, bfloat16 or float16 is needed.")
     if bias is not None and bias.dtype is not x.dtype:
         raise InvalidSetting(f"The bias is {bias.dtype}, and x {dtype}.")
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    x, bias = _readable(x), None if bias is None else _readable(bias)
     rows, columns = shape
     out = x.new_empty((*x.shape[:-1], rows))
     tokens = x.shape[:-1].numel()
@@ -254,6 +242,12 @@ def _call(
     if failed:
         raise MemoryError(f"no memory for {tokens} tokens of {columns} numbers")
     return out if dtype is x.dtype else out.to(dtype)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return the numbers as kernels read them. Those of a mapped file may be at any address, and torch keeps them there."""
+    tensor = tensor.contiguous()
+    return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def _matrix(

@@ -15,10 +15,12 @@ Dtypes = tuple[torch.dtype, ...]
 
 
 def check_layout(weight: Bitmask | QuantizedBitmask) -> None:
-    """Check what does not depend on the numbers in the parts. Takes a few microseconds.
+    """Check the layout of the parts. Takes a few microseconds.
+
+    Of the numbers in them only the last position is read, for the length of the values, and not on a GPU, where that waits.
 
     Raises:
-        InvalidSetting: A part has another dtype, shape or device than kernels read, or is not contiguous.
+        InvalidSetting: A part has another dtype, shape or device than kernels read, or is not contiguous and aligned.
     """
     rows, columns = weight.shape
     kinds: Dtypes = DTYPES
@@ -37,6 +39,8 @@ def check_layout(weight: Bitmask | QuantizedBitmask) -> None:
         needed.append(("scales", weight.scales, (torch.bfloat16,), (rows, group_count(columns, weight.group_size))))
     for name, part, dtypes, shape in needed:
         check_tensor(f"`{name}` of a packed matrix", part, dtypes, shape, device=weight.mask.device)
+    if weight.row_starts.is_cpu:
+        _check_length(weight.values, int(weight.row_starts[-1]), "`row_starts`")
 
 
 def check_tensor(name: str, tensor: Tensor, dtypes: Dtypes, shape: tuple[int, ...], *, device: torch.device) -> None:
@@ -49,12 +53,19 @@ def check_tensor(name: str, tensor: Tensor, dtypes: Dtypes, shape: tuple[int, ..
         shape: The shape that it must have.
         device: The device on which it must be.
     """
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.is_contiguous():
+    fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device
+    if fits and tensor.is_contiguous() and is_aligned(tensor):
         return
     kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     strides = "" if tensor.is_contiguous() else f" with strides {tuple(tensor.stride())}"
-    got = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}{strides} on {tensor.device}"
+    place = f" at an address that is no multiple of {tensor.itemsize}" if fits and not strides else ""
+    got = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}{strides}{place} on {tensor.device}"
     raise InvalidSetting(f"{name} is {got}; contiguous {kinds} of shape {tuple(shape)} on {device} is needed.")
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of the size of its numbers, as processors and compilers may rely on."""
+    return tensor.data_ptr() % tensor.itemsize == 0
 
 
 def check_numbers(weight: Bitmask | QuantizedBitmask) -> None:
@@ -78,8 +89,13 @@ def check_numbers(weight: Bitmask | QuantizedBitmask) -> None:
             f"`row_starts` of a packed matrix has {int(weight.row_starts[row])} at row {row}, where its mask calls for "
             f"{int(expected[row])}: it is damaged. Load the weight again."
         )
-    if len(weight.values) != int(expected[-1]) + PADDING:
+    _check_length(weight.values, int(expected[-1]), "mask")
+
+
+def _check_length(values: Tensor, kept: int, source: str) -> None:
+    """Raise InvalidSetting unless values are as many as another part says, and their padding."""
+    if len(values) != kept + PADDING:
         raise InvalidSetting(
-            f"`values` of a packed matrix has {len(weight.values):,} elements, where its mask calls for "
-            f"{int(expected[-1]) + PADDING:,}: it is damaged. Load the weight again."
+            f"`values` of a packed matrix has {len(values):,} elements, where its {source} calls for {kept + PADDING:,}: "
+            "it is damaged. Load the weight again."
         )

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows
-from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.linear import DenseLinear, PackedLinear
 from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_linear import QuantizedLinear
 from sparsellm.sparse.running_form import check_layout, check_numbers
@@ -104,6 +105,74 @@ def test_wrong_layouts_are_refused_by_every_function(name: str, form: torch.dtyp
             kernels.matmul(torch.ones(tokens, COLUMNS), wrong)
     with pytest.raises(InvalidSetting):
         kernels.decode(wrong)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", ["values short", "values long", "rows far away"])
+def test_values_of_another_length_are_refused_by_every_function(name: str, form: torch.dtype | int) -> None:
+    part, change = NUMBERS[name]
+    weight = packed(form)
+    wrong = replace(weight, **{part: change(getattr(weight, part))})
+    for tokens in (1, 20):
+        with pytest.raises(
+            InvalidSetting, match=r"`values` of a packed matrix has .* elements, where its `row_starts` calls for"
+        ):
+            kernels.matmul(torch.ones(tokens, COLUMNS), wrong)
+    with pytest.raises(InvalidSetting, match="`values` of a packed matrix has"):
+        kernels.decode(wrong)
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """The same numbers at an address that is no multiple of their size, as in a mapped file."""
+    memory = torch.empty(tensor.nbytes + 1, dtype=torch.uint8)
+    memory[1:] = tensor.flatten().view(torch.uint8)
+    return torch.frombuffer(memory.numpy(), dtype=tensor.dtype, offset=1).view(tensor.shape)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_numbers_at_odd_addresses_are_copied_or_refused(form: torch.dtype | int) -> None:
+    """Tokens and biases are copied; the parts of a matrix and outputs, which are large, are refused."""
+    weight = packed(form)
+    x, bias = torch.randn(3, COLUMNS), torch.randn(ROWS)
+    for tokens in (x, x.bfloat16()):
+        expected = kernels.matmul(tokens, weight, bias.to(tokens.dtype))
+        got = kernels.matmul(misaligned(tokens), weight, misaligned(bias.to(tokens.dtype)))
+        assert torch.equal(got, expected)
+    for part in ("row_starts", "values", "scales"):
+        if getattr(weight, part, None) is None or getattr(weight, part).itemsize == 1:
+            continue
+        wrong = replace(weight, **{part: misaligned(getattr(weight, part))})
+        for call in (lambda wrong=wrong: kernels.matmul(x, wrong), lambda wrong=wrong: kernels.decode(wrong)):
+            with pytest.raises(
+                InvalidSetting, match=rf"`{part}` of a packed matrix is .* at an address that is no multiple of"
+            ):
+                call()
+    with pytest.raises(InvalidSetting, match=r"`out` is .* at an address that is no multiple of"):
+        kernels.decode(weight, out=misaligned(torch.zeros_like(kernels.decode(weight))))
+
+
+def test_dense_weights_at_odd_addresses_are_multiplied_by_torch() -> None:
+    """transformers maps the weight of a head, and a header of any length may be in front of it."""
+    weight, x = torch.randn(5, 8).bfloat16(), torch.randn(2, 8).bfloat16()
+    head = DenseLinear(8, 5, bias=False)
+    head.weight = torch.nn.Parameter(misaligned(weight), requires_grad=False)
+    with mock.patch.object(kernels, "_call", side_effect=AssertionError("a kernel read it")):
+        for result in (kernels.dense_matmul(x, misaligned(weight)), head(x)):
+            assert torch.equal(result, x @ weight.T)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float64, torch.bool], ids=str)
+def test_tokens_of_other_dtypes_are_refused(dtype: torch.dtype, tokens: int) -> None:
+    """Those of a byte are dtypes of values, and were read as though each had four bytes."""
+    x = torch.ones(tokens, COLUMNS, dtype=dtype)
+    for form in FORMS:
+        weight = packed(form)
+        for call in (lambda weight=weight: kernels.matmul(x, weight), lambda weight=weight: layer_of(weight)(x)):
+            with pytest.raises(InvalidSetting, match="float32, bfloat16 or float16 is needed"):
+                call()
+    with pytest.raises(InvalidSetting, match="float32, bfloat16 or float16 is needed"):
+        kernels.dense_matmul(x, torch.ones(3, COLUMNS).bfloat16())
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
