@@ -1,10 +1,12 @@
-"""The bytes that tensors hold and the operations of their products, counted while code runs."""
+"""The bytes that tensors hold and the operations of their products, counted while code runs; the memory of the process."""
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -69,3 +71,16 @@ class Meter(TorchDispatchMode):
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists and dictionaries."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def start_peak() -> int:
+    """Let the peak of the process's memory, VmHWM, begin anew; return what is held, in bytes. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_of("VmRSS")
+
+
+def status_of(name: str) -> int:
+    """Return an entry of the process's status, in bytes."""
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert match is not None
+    return int(match[1]) * 1024

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import sparsellm
@@ -24,6 +25,7 @@ from sparsellm.checkpoints import tensor_index
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
 from sparsellm.runs import conversion, packed_documents
+from sparsellm.sparse import packed_checkpoint
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
 
@@ -163,6 +165,35 @@ def test_shapes_are_compared_before_tensors_are_decoded(values: str | None, outp
     with pytest.raises(BadCheckpoint, match=rf"{key} is \(.*\), but the configuration calls for"):
         sparsellm.unpack(folder, new)
     assert not new.exists()
+
+
+@pytest.mark.parametrize("length", [2**40, 2**62, 2**64 - 1, 7])
+def test_headers_are_checked_before_they_are_read(length: int, packed: Path, tmp_path: Path) -> None:
+    """Also for transformers, which opens weight files later: one that is told to be longer than its file takes no memory."""
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    content = (packed / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(length.to_bytes(8, "little") + content[8:])
+    for read in (AutoModelForCausalLM.from_pretrained, sparsellm.load, sparsellm.inspect):
+        with pytest.raises(BadCheckpoint, match=r"model\.safetensors is damaged or cut off"):
+            read(folder)
+
+
+@pytest.mark.parametrize("name", ["opt", "experts", "fused"])
+def test_tensors_larger_than_the_model_are_not_decoded(name: str, outputs: dict[str, Path], tmp_path: Path) -> None:
+    """Also by transformers, and those that are joined with others, of which no shape is known."""
+    folder = tmp_path / "packed"
+    sparsellm.pack(outputs[name], folder)
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, "pt") as stream:
+        metadata = stream.metadata()
+    entries = json.loads(metadata["sparsellm"])
+    for key, entry in entries.items():
+        changed = {"sparsellm": json.dumps(entries | {key: entry | {"shape": [2**18, 1]}})}
+        save_file(load_file(file), file, metadata | changed)
+        with mock.patch.object(packed_checkpoint, "decode_matrix", side_effect=AssertionError("it was decoded")):
+            for load in (AutoModelForCausalLM.from_pretrained, sparsellm.load):
+                with pytest.raises(BadCheckpoint, match=rf"{re.escape(key)} is \(262144, 1\)|cannot be in"):
+                    load(folder)
 
 
 def test_changed_models_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsellm.checkpoints.exported_files import PARTS, exported_entries
-from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, parse_entries, parts_of
+from sparsellm.checkpoints.packed_files import PackedEntry, can_hold, parse_entries, parts_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
 from sparsellm.runtime.devices import raise_unless_damaged
 
@@ -222,7 +222,7 @@ def _unpacked_headers(
         if wrong := [name for name in names if headers[name].dtype != "uint8" or len(headers[name].shape) != 1]:
             raise BadCheckpoint(f"{file.name} is damaged: {wrong[0][:80]} is no part of a packed tensor.")
         size = sum(headers[name].numel for name in names)
-        if math.prod(entry.shape) > NUMBERS_A_BYTE * size:
+        if not can_hold(size, entry.matrix):
             raise BadCheckpoint(
                 f"{file.name} is damaged: {key[:80]} of shape {entry.shape} cannot be in {size:,} bytes. "
                 "Get a sound copy of the file."

@@ -32,6 +32,10 @@ NUMBERS_A_BYTE = 64
 """Most numbers of a packed tensor for each of its stored bytes: a byte of the mask has the bits of eight numbers, and takes at
 least one bit when it is compressed by Huffman codes."""
 
+WIDENED_A_BYTE, WIDENED = 8, 2**25
+"""Columns that decoding may add to the rows of a packed tensor, which then are whole groups of `GROUP_UNIT`: for each of its
+bytes, and in all. Half a million rows of one number pass, and more where they are not almost all removed."""
+
 STORED_KINDS = {
     "float64": "F64",
     "float32": "F32",
@@ -95,6 +99,13 @@ class PackedEntry:
         """Return the entry of the metadata."""
         unquantized = {"bits", "group_size", "transposed"} if self.bits is None else set()
         return {key: value for key, value in asdict(self).items() if key not in unquantized}
+
+
+def can_hold(size: int, matrix: tuple[int, int]) -> bool:
+    """Return whether so many bytes can be those of a packed matrix of a shape. What decoding takes is in proportion to them."""
+    rows, columns = matrix
+    widened = rows * (-columns % GROUP_UNIT)
+    return rows * columns <= NUMBERS_A_BYTE * size and widened <= WIDENED_A_BYTE * size + WIDENED
 
 
 Decode = Callable[[Mapping[str, Tensor], PackedEntry], Tensor]

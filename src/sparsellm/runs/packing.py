@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, is_packed, metadata_of
+from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, can_hold, is_packed, metadata_of
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored
 from sparsellm.data.paths import local_path
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
@@ -55,8 +55,9 @@ class _Form:
         if self.positive_zeros and digest.negative_zeros:
             tensor = tensor + 0.0
         parts, entry = self._parts(name, tensor, digest) if digest.dtype in PACKABLE and tensor.dim() > 1 else ({}, None)
-        is_smaller = sum(part.nbytes for part in parts.values()) < tensor.nbytes
-        if entry is None or not is_smaller or any(part in self.digests for part in parts if part != name):
+        size = sum(part.nbytes for part in parts.values())
+        fits = entry is not None and size < tensor.nbytes and can_hold(size, entry.matrix)
+        if not fits or any(part in self.digests for part in parts if part != name):
             return {name: tensor}, None
         return parts, entry
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import TensorHeader, locate_all
+from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
 from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.linear import PackedLinear
@@ -60,10 +60,15 @@ class PackedTensor:
 
 
 def read_packed(files: Iterable[Path]) -> tuple[dict[str, PackedTensor], set[str]]:
-    """Return the packed tensors in weight files by name, and the names of the other tensors."""
+    """Return the packed tensors in weight files by name, and the names of the other tensors.
+
+    Raises:
+        BadCheckpoint: A file is damaged.
+    """
     headers: dict[str, TensorHeader] = {}
     entries: dict[str, PackedEntry] = {}
     for file in files:
+        read_headers(file)  # which checks what `locate_all` reads
         located, listed = locate_all(file)
         headers |= {name: header for name, (header, _) in located.items()}
         entries |= listed

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.packed_files import PackedEntry, register_decoder
+from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.parts import PARTS
@@ -79,8 +80,8 @@ def decode_matrix(parts: Mapping[str, Tensor], entry: PackedEntry) -> PackedMatr
 
 def dense_tensor(matrix: PackedMatrix, entry: PackedEntry) -> Tensor:
     """Return the tensor that a matrix was encoded of, in its dtype; of a quantized one, as it is once it is rounded."""
-    dense = matrix.to_dense(dtype=getattr(torch, entry.dtype)) if isinstance(matrix, QuantizedBitmask) else matrix.to_dense()
-    return entry.tensor_of(dense)
+    dtype: torch.dtype | None = getattr(torch, entry.dtype) if isinstance(matrix, QuantizedBitmask) else None
+    return entry.tensor_of(kernels.decode(matrix, dtype=dtype))
 
 
 def pack_quantized(

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE
+from sparsellm.checkpoints.packed_files import can_hold
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import GROUP
 
@@ -39,7 +39,7 @@ def stored_tensors(parts: Mapping[str, Bytes]) -> dict[str, Tensor]:
 def stored_bytes(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Bytes]:
     """Return the bytes of parts by name. Raises BadCheckpoint for what is no part, or what they cannot hold."""
     size = sum(part.numel() for part in parts.values())
-    if dtype not in DTYPES or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] > NUMBERS_A_BYTE * size:
+    if dtype not in DTYPES or len(shape) != 2 or min(shape) < 1 or not can_hold(size, shape):
         raise BadCheckpoint(
             f"A packed weight cannot have the shape {tuple(shape)} in {dtype} and {size:,} bytes: its metadata is damaged."
         )

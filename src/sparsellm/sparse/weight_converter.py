@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -168,6 +169,9 @@ def plan_conversion(
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
+    most = sum(tensor.numel() for tensor in state.values())
+    if large := next((key for key, tensor in packed.items() if math.prod(tensor.entry.shape) > most), None):
+        raise BadCheckpoint(f"{large} is {packed[large].entry.shape}, larger than all that config.json calls for.")
     dense = set(dense)
     sources: dict[str, list[tuple[str, str | None]]] = {}
     for key in sorted({*packed, *dense}, key=dot_natural_key):

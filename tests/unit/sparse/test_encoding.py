@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -13,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE
+from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, can_hold
+from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import BadCheckpoint
+from sparsellm.runs.packing import _Form
 from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of
 from sparsellm.sparse.encoding import decode, encode
-from sparsellm.sparse.packed_tensors import estimated_bytes
+from sparsellm.sparse.packed_tensors import decode_matrix, dense_tensor, estimated_bytes
 from sparsellm.sparse.parts import DTYPES, PARTS
 from sparsellm.sparse.quantized_encoding import decode_quantized
+from tests.meter import start_peak, status_of
 
 SPECIAL = {
     2: [0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x8001, 0x7C00, 0x7C01, 0xFC00, 0x3C00, 0x3F80],
@@ -246,6 +250,47 @@ def test_shapes_are_compared_with_the_bytes_before_memory_is_used(shape: tuple[i
         with pytest.raises(BadCheckpoint, match="and 12 bytes: its metadata is damaged"):
             decode_quantized(integers, shape, torch.bfloat16, bits=bits, group_size=0)
     more = bomb | {"weight_exponents": torch.zeros(2**18, dtype=torch.uint8)}
-    if shape == (2**24, 1):
-        with pytest.raises(BadCheckpoint, match="weight_mask_deflated has more or fewer bytes than it should"):
+    if shape == (2**24, 1):  # each row takes the room of 64 columns
+        with pytest.raises(BadCheckpoint, match=r"cannot have the shape \(16777216, 1\) .* and 264,199 bytes"):
             decode(more, shape, torch.bfloat16)
+        with pytest.raises(BadCheckpoint, match="weight_mask_deflated has more or fewer bytes than it should"):
+            decode(more, (2**18, 64), torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 63, 65])
+def test_rows_that_decoding_widens_are_bounded_by_the_bytes(columns: int) -> None:
+    """Rows become whole groups of 64 columns: of few stored numbers, so many rows would take far more than the tensor."""
+    most = (2**25 + 8 * 100_000) // (-columns % 64)
+    if most * columns <= 64 * 100_000:
+        assert can_hold(100_000, (most, columns))
+    assert not can_hold(100_000, (max(most, 64 * 100_000 // columns) + 1, columns))
+    assert can_hold(columns * 10**7, (10**7, columns)) == (columns > 7)  # a byte for each number
+    assert can_hold(100_000, (64 * 100_000 // 64, 64))
+
+
+def test_what_could_not_be_read_again_is_not_packed() -> None:
+    """A column of a million numbers, all of them removed, which an archive would hold in 16 KiB."""
+    tensor = torch.zeros(2**20, 1)
+    digest = TensorDigest("float32", tuple(tensor.shape), "", True, 2**20, 0)
+    form = _Form(True, False, False, values={}, digests={"x": digest}, vocabulary=None)
+    with pytest.raises(BadCheckpoint, match="cannot have the shape"):
+        decode(encode(tensor, archive=True), (2**20, 1), torch.float32)
+    assert form.encode("x", tensor) == ({"x": tensor}, None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux, which says what was held at most")
+@pytest.mark.parametrize("shape", [(500_000, 1), (100_000, 3), (1, 4_000_000), (60_000, 65)])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_decoding_takes_little_more_than_the_tensor(bits: int | None, shape: tuple[int, int]) -> None:
+    """Whatever its rows are, from 70 KiB of parts."""
+    rows = shape[0]
+    parts = encode(torch.zeros(shape, dtype=torch.bfloat16), archive=True)
+    more = torch.zeros(2 * rows, dtype=torch.uint8) if bits else torch.zeros(0, dtype=torch.uint8)
+    if bits:
+        parts = {"weight": parts["weight"], "weight_mask_deflated": parts["weight_mask_deflated"], "weight_scales": more}
+    entry = PackedEntry(shape, "bfloat16", "", bits)
+    before = start_peak()
+    tensor = dense_tensor(decode_matrix(parts, entry), entry)
+    taken = status_of("VmHWM") - before - more.nbytes
+    assert not tensor.any()
+    assert taken <= tensor.nbytes + 48 * 2**20
