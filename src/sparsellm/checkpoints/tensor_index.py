@@ -280,9 +280,15 @@ def file_digest(file: Path) -> str:
 
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:
-    """Return the digests of all tensors of a file, by name, of exported weights those of the parts; read in chunks of rows."""
+    """Return the digests of all tensors of a file, by name, of exported weights those of the parts; read in chunks of rows.
+
+    Raises:
+        BadCheckpoint: The file is damaged, or a tensor has a dtype of less than 16 bits with an exponent.
+    """
     digests: dict[str, TensorDigest] = {}
     for key, header in read_headers(file, decoded=False).items():
+        if header.dtype.startswith("float") and header.dtype not in FLOATS:
+            raise BadCheckpoint(f"{file.name} holds {key[:200]} in {header.dtype}, which is not read. Get a sound copy of it.")
         hasher, finite, zeros = hashlib.blake2b(digest_size=WIDTH), True, [0, 0]
         for chunk in row_chunks(TensorLocation(file, key)):
             hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -19,6 +19,9 @@ PRODUCT_ENTRIES = 1 << 21
 LEAF = 96
 """Largest triangular matrix that is inverted without splitting."""
 
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Dtypes in whose place others of the same bits are counted, since torch does not count in them."""
+
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether no entry is infinite or NaN. One pass without a copy, and a second pass only if the sum is not finite."""
@@ -40,6 +43,8 @@ def squares_finite(hidden: Tensor) -> Tensor:
 
 def count_zeros(weight: Tensor) -> int:
     """Number of entries that are exactly zero. Makes no copy; the sum of a comparison would take eight bytes an entry."""
+    if weight.dtype in SIGNED:
+        weight = weight.view(SIGNED[weight.dtype])
     return weight.numel() - int(weight.count_nonzero())
 
 

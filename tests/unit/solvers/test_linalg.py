@@ -298,6 +298,14 @@ def test_zeros_in(dtype: torch.dtype) -> None:
     assert count_zeros(weight[:, 1:]) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int64, torch.bool])
+def test_zeros_in_integers(dtype: torch.dtype) -> None:
+    """torch does not count in those without a sign."""
+    numbers = torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype)
+    assert count_zeros(numbers) == 2
+    assert count_zeros(numbers[:, 1:]) == 1
+
+
 def test_where_there_is_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without float64 sums of products are made on the processor, as precisely; spectra are those of torch."""
     one, other = random(30, 40, dtype=torch.float32) + 1e4, random(30, 40, 6, torch.float32) - 1e4
