@@ -83,7 +83,8 @@ def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
                 raise Unreadable("it is not a regular file")
             if limit is not None and status.st_size > limit:
                 raise Unreadable(f"it has {status.st_size:,} bytes, more than {limit:,}")
-            content: bytes = stream.read(-1 if limit is None else limit)
+            most = -1 if limit is None else min(limit, status.st_size + 1)  # Python takes as much memory before it reads
+            content: bytes = stream.read(most)
             if content.startswith(LFS_POINTER):
                 raise Unreadable(f"it {IS_POINTER}")
             return content

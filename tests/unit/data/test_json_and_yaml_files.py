@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,20 @@ def test_only_regular_files_are_read(kind: str, tmp_path: Path) -> None:
             read_json(file)
         with pytest.raises(InvalidSetting, match="cannot be read"):
             read_mapping(file, "recipe")
+
+
+def test_small_files_take_little_memory(tmp_path: Path) -> None:
+    """Python takes memory for as many bytes as it is told to read, whatever the file has; where little is left, it fails."""
+    file = tmp_path / "file.json"
+    file.write_text('{"a": 1}', encoding="utf-8")
+    tracemalloc.start()
+    try:
+        assert read_json(file) == {"a": 1}
+        assert read_bytes(file, None) == b'{"a": 1}'
+        assert read_mapping(file, "recipe") == {"a": 1}
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_messages_are_printable() -> None:
