@@ -188,7 +188,7 @@ def change_entries(weights: Weights, random: Random) -> None:
         "shape": shapes,
         "dtype": ["bfloat16", "float16", "float32", "float64", "int8"],
         "bits": [None, 3, 4, 8, 2, 16, 0, True, 4.0, "4"],
-        "group_size": [0, 64, 128, 192, 2**40, -64, 65],
+        "group_size": [0, 64, 128, 192, 2**40, 2**63, 2**64, -64, 65],
         "transposed": [True, False, None],
         "sha256": ["", entries[other]["sha256"]],
     }

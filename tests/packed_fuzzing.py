@@ -274,7 +274,7 @@ def call_kernels(weights: list[PackedMatrix], random: Random) -> None:
     wrong = random.choice((*named, None, None))
     given = named[wrong] if wrong else None
     if isinstance(given, int):
-        named[wrong] = random.choice((-1, 0, 1, 63, 64, 128, given + 1, given * 2, 2**40, 2**62))
+        named[wrong] = random.choice((-1, 0, 1, 63, 64, 128, given + 1, given * 2, 2**40, 2**62, 2**63, 2**64))
     elif wrong in ("x", "bias", "out") and given is not None:
         kinds: list[Callable[[Tensor], Tensor]] = [
             lambda t: t.to(random.choice(OTHERS)), lambda t: t[..., :-1], lambda t: torch.cat([t, t], -1), lambda t: t[:1],

@@ -25,8 +25,11 @@ METHOD = "sparsellm"
 VERSION = 1
 """Version of the format."""
 
-QUANTIZED_BITS, GROUP_UNIT, MOST = (None, 3, 4, 8), 64, 2**31 - 1
+QUANTIZED_BITS, GROUP_UNIT = (None, 3, 4, 8), 64
 """Bits of an integer of a tensor, None if it is not quantized; and the columns of which a group is a multiple."""
+
+GROUP_SIZES = range(0, 2**31, GROUP_UNIT)
+"""Columns that a group may have, as in `sparsellm.solvers.quantization`, which this folder may not import."""
 
 NUMBERS_A_BYTE = 64
 """Most numbers of a packed tensor for each of its stored bytes: a byte of the mask has the bits of eight numbers, and takes at
@@ -152,7 +155,7 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({first_line(error)}).") from None
     for key, entry in entries.items():
-        if entry.bits not in QUANTIZED_BITS or not 0 <= entry.group_size <= MOST or entry.group_size % GROUP_UNIT:
+        if entry.bits not in QUANTIZED_BITS or entry.group_size not in GROUP_SIZES:
             raise BadCheckpoint(f"{file.name} is damaged: {key[:80]} has {entry.bits} bits in groups of {entry.group_size}.")
         if len(entry.shape) < 2 or min(entry.shape) < 1 or entry.dtype not in ("float32", "float16", "bfloat16"):
             raise BadCheckpoint(

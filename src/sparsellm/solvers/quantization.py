@@ -22,6 +22,9 @@ Bits = Literal[3, 4, 8]
 GROUP_UNIT = 64
 """Columns of a mask word; a group is a multiple of them, so that no word has two scales."""
 
+GROUP_SIZES = range(0, 2**31, GROUP_UNIT)
+"""Columns that a group may have, 0 for whole rows. The kernels count in 64 bits, and would take larger ones for negative."""
+
 GROUP_WEIGHTS = 128
 """Kept weights of a group by default: the usual 128 columns of a dense weight, more of a sparse one."""
 
@@ -69,7 +72,12 @@ def check_format(bits: int, group_size: int) -> None:
     """Raise InvalidSetting for a number of bits or a group size that cannot be stored."""
     if bits not in get_args(Bits):
         raise InvalidSetting(f"Values can have 3, 4 or 8 bits, got {bits}.")
-    if not 0 <= group_size < 2**31 or group_size % GROUP_UNIT:  # sums of columns fit the integers of torch
+    check_group_size(group_size)
+
+
+def check_group_size(group_size: int) -> None:
+    """Raise InvalidSetting for a group size that cannot be stored."""
+    if group_size not in GROUP_SIZES:
         limits = f"a multiple of {GROUP_UNIT} columns below 2^31, or 0 for whole rows"
         raise InvalidSetting(f"`group_size` must be {limits}, got {group_size}.")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.quantization import GROUP_UNIT, group_count
+from sparsellm.solvers.quantization import check_group_size, group_count
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask, count_bits
 from sparsellm.sparse.parts import DTYPES
 from sparsellm.sparse.quantization import QuantizedBitmask, count_bytes
@@ -32,10 +32,7 @@ def check_layout(weight: Bitmask | QuantizedBitmask) -> None:
         ("values", weight.values, kinds, (max(weight.values.numel(), PADDING),)),
     ]
     if isinstance(weight, QuantizedBitmask):
-        if weight.group_size < 0 or weight.group_size % GROUP_UNIT:
-            raise InvalidSetting(
-                f"`group_size` must be a multiple of {GROUP_UNIT} columns, or 0 for whole rows, got {weight.group_size}."
-            )
+        check_group_size(weight.group_size)
         needed.append(("scales", weight.scales, (torch.bfloat16,), (rows, group_count(columns, weight.group_size))))
     for name, part, dtypes, shape in needed:
         check_tensor(f"`{name}` of a packed matrix", part, dtypes, shape, device=weight.mask.device)

@@ -267,7 +267,7 @@ def test_other_misuse_is_refused() -> None:
     for scales in (quantized.scales.float(), quantized.scales[:, :1], strided(quantized.scales), quantized.scales[:-1]):
         with pytest.raises(InvalidSetting, match="`scales` of a packed matrix"):
             kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, scales=scales))
-    for size in (63, -64):
+    for size in (63, -64, 2**31, 2**63):
         with pytest.raises(InvalidSetting, match="`group_size` must be a multiple of 64"):
             kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, group_size=size))
     with pytest.raises(InvalidSetting, match="`values` of a packed matrix is int8"):
