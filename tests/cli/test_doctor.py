@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sparsellm.cli import doctor
 from sparsellm.cli.app import app
-from sparsellm.sparse import kernels, memory_reads
+from sparsellm.sparse import kernel_library, kernels, memory_reads
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def test_json_has_the_same_facts() -> None:
 
 def test_missing_parts_say_how_to_get_them() -> None:
     with (
-        mock.patch.object(kernels, "load_library", return_value=None),
+        mock.patch.object(kernel_library, "load_library", return_value=None),
         mock.patch.object(doctor, "_version", lambda package: None if package == "matplotlib" else "1.0"),
     ):
         text = " ".join(CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"}).stdout.split())
