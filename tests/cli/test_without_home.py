@@ -33,6 +33,7 @@ def as_nobody(folder: Path, *words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_user_without_a_home(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """A bfloat16 model, whose dtype of products is measured, is pruned, verified and reported; no folder is called `~`."""
     words = ("--method", "wanda", "--sparsity", "50%", "--samples", 4, "--sequence-length", 32, "--calibration", text_file)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sparsellm
+from tests.conftest import long_unless
 
 HEAVY = {"torch", "transformers", "datasets"}
 
@@ -42,48 +43,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ((*PRUNE, "--sparsity", "70"), "--sparsity must be in [0, 1), got 70"),
-        ((*PRUNE, "--samples", "0"), "--samples"),
-        ((*PRUNE, "--effort", "fsat"), "'fast'"),
-        ((*PRUNE, "--values", "int4", "--group-size", "100"), "multiple of 64"),
-        ((*PRUNE, "--epochs", "2"), "--epochs belongs to"),
-        ((*PRUNE, "--allocation", "no.yaml"), "The allocation no.yaml cannot be read: No such file"),
-        ((*PRUNE, "--architecture", "no.yaml"), "The architecture no.yaml cannot be read: No such file"),
-        ((*PRUNE, "--evaluate", "no.txt"), "There is no file"),
-        ((*PRUNE, "--task", "boolq", "--task-data", "nowhere"), "There is no folder nowhere"),
-        (("prune", "./nowhere", "out", "--method", "magnitude"), "There is no folder ./nowhere"),
-        (("prune", "no-such-model", "out", "--method", "magnitude"), "There is no folder no-such-model"),
-        (("prune", "demo:bert", "out", "--method", "magnitude"), "demo:bert"),
-        (("prune", "demo:opt", "exists", "--method", "magnitude"), "exists exists. Choose another name"),
-        (("prune", "demo:opt", "out", "--calibration", "empty.txt"), "empty.txt is empty"),
-        (("prune", "demo:opt", "out", "--calibration", "words.doc"), "'.doc'"),
-        (("prune", "--config", "faulty.yaml", "out"), "'sparsity'"),
-        (("plan", "demo:opt", "--calibration", "no.txt"), "There is no file"),
-        (("plan", "demo:opt", "--recover", "nowhere", "--calibration", "text.txt"), "nowhere is not a folder"),
-        (("recover", "exists", "out", "--against", "demo:opt", "--calibration", "text.txt"), "was not written by sparsellm"),
-        (("search", "demo:opt", "exists", "--max-size", "1MB", "--method", "magnitude"), "exists exists"),
-        (("search", "demo:opt", "out", "--max-size", "1MB", "--step", "x", "--method", "magnitude"), "--step must be"),
-        (("sweep", "no.yaml"), "The sweep no.yaml cannot be read"),
-        (("evaluate", "demo:opt", "--text", "no.txt"), "There is no file"),
-        (("evaluate", "./nowhere", "--text", "text.txt"), "There is no folder ./nowhere"),
-        (("inspect", "./nowhere"), "There is no folder ./nowhere"),
-        (("inspect", "demo:opt", "--expect", "70"), "[0, 1)"),
-        (("verify", "nowhere"), "nowhere is not a folder"),
-        (("verify", "exists"), "was not written by sparsellm"),
-        (("push", "exists", "me/model"), "was not written by sparsellm"),
-        (("report", "nowhere"), "nowhere does not exist"),
-        (("compare", "nowhere", "exists"), "nowhere does not exist"),
-        (("pack", "./nowhere", "out"), "There is no folder ./nowhere"),
-        (("pack", "demo:opt", "exists"), "exists exists"),
-        (("unpack", "./nowhere", "out"), "There is no folder ./nowhere"),
-        (("export", "demo:opt", "exists"), "exists exists"),
-        (("bench", "./nowhere"), "There is no folder ./nowhere"),
-        (("demo", "--output", "exists"), "exists exists"),
-    ],
-)
+CASES = [
+    ((*PRUNE, "--sparsity", "70"), "--sparsity must be in [0, 1), got 70"),
+    ((*PRUNE, "--samples", "0"), "--samples"),
+    ((*PRUNE, "--effort", "fsat"), "'fast'"),
+    ((*PRUNE, "--values", "int4", "--group-size", "100"), "multiple of 64"),
+    ((*PRUNE, "--epochs", "2"), "--epochs belongs to"),
+    ((*PRUNE, "--allocation", "no.yaml"), "The allocation no.yaml cannot be read: No such file"),
+    ((*PRUNE, "--architecture", "no.yaml"), "The architecture no.yaml cannot be read: No such file"),
+    ((*PRUNE, "--evaluate", "no.txt"), "There is no file"),
+    ((*PRUNE, "--task", "boolq", "--task-data", "nowhere"), "There is no folder nowhere"),
+    (("prune", "./nowhere", "out", "--method", "magnitude"), "There is no folder ./nowhere"),
+    (("prune", "no-such-model", "out", "--method", "magnitude"), "There is no folder no-such-model"),
+    (("prune", "demo:bert", "out", "--method", "magnitude"), "demo:bert"),
+    (("prune", "demo:opt", "exists", "--method", "magnitude"), "exists exists. Choose another name"),
+    (("prune", "demo:opt", "out", "--calibration", "empty.txt"), "empty.txt is empty"),
+    (("prune", "demo:opt", "out", "--calibration", "words.doc"), "'.doc'"),
+    (("prune", "--config", "faulty.yaml", "out"), "'sparsity'"),
+    (("plan", "demo:opt", "--calibration", "no.txt"), "There is no file"),
+    (("plan", "demo:opt", "--recover", "nowhere", "--calibration", "text.txt"), "nowhere is not a folder"),
+    (("recover", "exists", "out", "--against", "demo:opt", "--calibration", "text.txt"), "was not written by sparsellm"),
+    (("search", "demo:opt", "exists", "--max-size", "1MB", "--method", "magnitude"), "exists exists"),
+    (("search", "demo:opt", "out", "--max-size", "1MB", "--step", "x", "--method", "magnitude"), "--step must be"),
+    (("sweep", "no.yaml"), "The sweep no.yaml cannot be read"),
+    (("evaluate", "demo:opt", "--text", "no.txt"), "There is no file"),
+    (("evaluate", "./nowhere", "--text", "text.txt"), "There is no folder ./nowhere"),
+    (("inspect", "./nowhere"), "There is no folder ./nowhere"),
+    (("inspect", "demo:opt", "--expect", "70"), "[0, 1)"),
+    (("verify", "nowhere"), "nowhere is not a folder"),
+    (("verify", "exists"), "was not written by sparsellm"),
+    (("push", "exists", "me/model"), "was not written by sparsellm"),
+    (("report", "nowhere"), "nowhere does not exist"),
+    (("compare", "nowhere", "exists"), "nowhere does not exist"),
+    (("pack", "./nowhere", "out"), "There is no folder ./nowhere"),
+    (("pack", "demo:opt", "exists"), "exists exists"),
+    (("unpack", "./nowhere", "out"), "There is no folder ./nowhere"),
+    (("export", "demo:opt", "exists"), "exists exists"),
+    (("bench", "./nowhere"), "There is no folder ./nowhere"),
+    (("demo", "--output", "exists"), "exists exists"),
+]
+"""Words of a command, and a part of what it says."""
+
+
+@pytest.mark.parametrize(("words", "part"), [long_unless(number % 3 == 0, *case) for number, case in enumerate(CASES)])
 def test_a_wrong_input_is_told_without_torch(
     words: tuple[str, ...], part: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_wrong_input_is_told_without_torch(
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.long
 def test_reports_and_what_verify_finds_in_files_need_no_transformers(tiny: dict[str, Path], tmp_path: Path) -> None:
     """They read reports, and a changed file is found by its digest; only a sound output is compared with its model's layers."""
     for name in ("run", "other"):

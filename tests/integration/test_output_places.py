@@ -13,6 +13,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.runs import compressed_export, export, output_lock, packing
 from sparsellm.runs.records import REPORT, WORK
+from tests.conftest import long_unless
 
 Command = Callable[..., Result]
 
@@ -52,7 +53,12 @@ PLACES = (WORK, f"{WORK}/export", f"{WORK}/weights", "model.safetensors", "notes
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [(x, y) for x in COMMANDS for y in PLACES if y.startswith(WORK) or x not in ("several", "prune, resumed")],
+    [
+        long_unless(y == WORK or x == "pack", x, y)
+        for x in COMMANDS
+        for y in PLACES
+        if y.startswith(WORK) or x not in ("several", "prune, resumed")
+    ],
 )
 def test_links_in_an_output_are_not_followed(
     name: str, place: str, made: dict[str, Path], tmp_path: Path, command: Command
