@@ -20,7 +20,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.runs import packing
+from sparsellm.runs import packed_documents, packing
 from sparsellm.runs.quantization_file import read_scales
 from sparsellm.solvers.quantization import integer_range
 from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
@@ -173,7 +173,7 @@ def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path
     """Files are read as before, or refused in one message."""
     folder = tmp_path / "packed"
     sparsellm.pack(outputs["opt"], folder, values="int4")
-    expected, random, tally = packing._read_digests(packing.Source.open(folder)), Random(0), Tally()
+    expected, random, tally = packed_documents.read_digests(packing.Source.open(folder)), Random(0), Tally()
     file = folder / "model.safetensors"
     valid, entries = file.read_bytes(), locate_all(file)[1]
     for _ in range(300):
@@ -181,7 +181,7 @@ def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path
         os.utime(file, ns=(tally.tried, tally.tried))
 
         def read() -> None:
-            digests = packing._read_digests(packing.Source.open(folder))
+            digests = packed_documents.read_digests(packing.Source.open(folder))
             assert all(digests[name] == expected[name] for name in entries if name in digests)
 
         attempt(tally, read)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_fields import METHODS, RULES
+from sparsellm.runs.recipe_fields import METHODS, RULES, is_object
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.statistics import TokenCount
 
@@ -68,4 +68,4 @@ def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:
 
 def saved_kind(fields: Mapping[str, Any]) -> type[Recipe]:
     """The class of the recipe that a report of a pruning run holds."""
-    return Recipe if fields.get("method", "sparsellm") in METHODS else ObjectRecipe
+    return ObjectRecipe if is_object(fields) else Recipe

@@ -293,6 +293,12 @@ class RecoveryFields(RunFields):
     )
 
 
+def is_object(fields: Mapping[str, Any]) -> bool:
+    """Whether the method in a recipe's fields is the name of an object's class."""
+    method = fields.get("method")
+    return isinstance(method, str) and method not in METHODS
+
+
 def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a recipe, as plain data, that differ from their defaults, and its method."""
     declared = (RecoveryFields if "pruned" in fields else RecipeFields).model_fields

@@ -14,7 +14,7 @@ from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest, printable
 from sparsellm.runs.publication import is_file, local_files
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS, METHODS
+from sparsellm.runs.recipe_fields import ALLOCATIONS, is_object
 
 Kind = TypeVar("Kind", bound=RunRecipe)
 
@@ -119,7 +119,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     content = _recipe_in_report(path) if saved else read_mapping(path, "recipe")
     if saved and "pruned" in content:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
-    if saved and content.get("method", "sparsellm") not in METHODS:
+    if saved and is_object(content):
         raise InvalidSetting(
             f"{path} is of the method {content.get('method')}, an object of Python: pass it as `method` there."
         )
