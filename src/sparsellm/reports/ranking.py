@@ -1,4 +1,4 @@
-"""The best of several figures of one measure, and which of the others cannot be told from it."""
+"""The best of several figures of one measure, and which of the others do not differ from it measurably."""
 
 from __future__ import annotations
 
