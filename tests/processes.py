@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,26 @@ from typing import Any
 
 import pytest
 
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link")
+"""Audit events of changes of folders; an opened file is one if it is opened to be written."""
 
-def run(words: list[str], output: str, killed_at: tuple[str, bytes] | None = None) -> None:
+
+def run(
+    words: list[str],
+    output: str,
+    killed_at: tuple[str, bytes] | None = None,
+    counted: tuple[str, str] | None = None,
+    last: int | None = None,
+) -> None:
     """The command line of `short_training` in a process of its own, what it prints in a file.
 
     Args:
         killed_at: A journal and a part of one of its lines: the process ends by SIGKILL as soon as that line is durable.
+        counted: A folder, and a file that gets a byte for each change in the folder and its subfolders just before it.
+        last: The number of a counted change: the process ends by SIGKILL just before it.
     """
+    if counted is not None:
+        _count_changes(*counted, last)
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -41,6 +55,30 @@ def run(words: list[str], output: str, killed_at: tuple[str, bytes] | None = Non
     app(words)
 
 
+def _count_changes(folder: str, file: str, last: int | None) -> None:
+    """Append a byte to a file before each change below a folder, and end by SIGKILL before the `last`."""
+    stream = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    number = 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal number
+        if event == "open":
+            changes = isinstance(arguments[0], str) and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
+        else:
+            changes = event in CHANGES
+        if not changes:
+            return
+        paths = [os.fsdecode(path) for path in arguments if isinstance(path, (str, bytes, os.PathLike))]
+        removes_in_open_folder = event in ("os.remove", "os.rmdir") and arguments[-1] != -1  # by shutil.rmtree
+        if removes_in_open_folder or any(path.startswith(folder) for path in paths):
+            number += 1
+            if number == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.write(stream, b".")
+
+    sys.addaudithook(count)
+
+
 @contextmanager
 def fork_server(output: Path) -> Iterator[ForkServerContext]:
     """A context whose processes start with torch and transformers loaded."""
@@ -58,6 +96,17 @@ def started(server: ForkServerContext, words: Sequence[object], output: Path) ->
     process = server.Process(target=run, args=([*map(str, words)], str(output)))
     process.start()
     return process
+
+
+def changes(server: ForkServerContext, words: Sequence[object], output: Path, folder: Path, last: int | None = None) -> int:
+    """Run the command line to its end, or until just before its `last` change below a folder; how many changes it made."""
+    file = folder.with_name(f"{folder.name}.changes")
+    file.unlink(missing_ok=True)
+    process = server.Process(target=run, args=([*map(str, words)], str(output), None, (str(folder), str(file)), last))
+    process.start()
+    process.join(120)
+    assert process.exitcode == (-signal.SIGKILL if last else 0), (process.exitcode, output.read_text())
+    return file.stat().st_size
 
 
 def kill_after_first_block(server: ForkServerContext, words: Sequence[object], output: Path) -> None:

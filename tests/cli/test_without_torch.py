@@ -10,6 +10,7 @@ import pytest
 
 import sparsellm
 from tests.conftest import long_unless
+from tests.integration.test_families import tiny as tiny_of
 
 HEAVY = {"torch", "transformers", "datasets"}
 
@@ -101,14 +102,27 @@ def test_a_wrong_input_is_told_without_torch(
 
 
 @pytest.mark.long
-def test_reports_and_what_verify_finds_in_files_need_no_transformers(tiny: dict[str, Path], tmp_path: Path) -> None:
-    """They read reports, and a changed file is found by its digest; only a sound output is compared with its model's layers."""
+def test_reports_and_verify_need_no_transformers(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """A report has all figures; digests and layers that are tensors of their own are in the files, packed or not."""
     for name in ("run", "other"):
-        sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(tmp_path / name)
+        sparsellm.prune(tiny["llama"], "magnitude", "60%", values="int8").save_pretrained(tmp_path / name)
+    sparsellm.pack(tmp_path / "run", tmp_path / "packed")
     assert run(tmp_path, "report", "run")[0::2] == (0, {"torch"})
     assert run(tmp_path, "compare", "run", "other", "--output", "page.html")[0::2] == (0, {"torch"})
+    assert run(tmp_path, "verify", "run")[0::2] == (0, {"torch"})
+    assert run(tmp_path, "verify", "packed")[0::2] == (0, {"torch"})
     file = tmp_path / "other" / "generation_config.json"
     file.write_text(file.read_text() + " ")
     status, message, loaded = run(tmp_path, "verify", "other")
     assert (status, loaded) == (1, {"torch"})
     assert "generation_config.json was changed" in message
+
+
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "mixtral"])
+def test_the_class_of_a_model_tells_where_layers_are(family: str, tmp_path: Path) -> None:
+    """GPT-2 stores layers transposed, and experts are parts of a tensor: they are verified as well."""
+    tiny_of(family).save_pretrained(tmp_path / "dense")
+    sparsellm.prune(tmp_path / "dense", "magnitude", "2:4").save_pretrained(tmp_path / "run")
+    assert sparsellm.verify(tmp_path / "run").layers > 0
+    status, _, loaded = run(tmp_path, "verify", "run")
+    assert (status, "transformers" in loaded) == (0, True)

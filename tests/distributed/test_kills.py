@@ -45,7 +45,7 @@ RESUMED = ("prune", "recover")
 """Commands that go on with --resume; the others go on by themselves."""
 
 RANDOM_KILLS = int(os.environ.get("RANDOM_KILLS", "4"))
-"""Of each line, at moments of the run; one more comes while an output is exported."""
+"""Of each line, half at moments of the run and half before changes of files; one more comes while an output is exported."""
 
 RESULT = "result.json"
 """The result of a cell of a sweep."""
@@ -107,7 +107,10 @@ def places(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.Temp
 @pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server, and SIGKILL")
 @pytest.mark.parametrize("name", LINES)
 def test_killed_at_random_moments(name: str, server: ForkServerContext, places: dict[str, Path], tmp_path: Path) -> None:
-    """Kills of each line: some at random moments of the run, one as soon as there is something exported."""
+    """Kills of each line: at random moments, before random changes of files, and as soon as there is something exported.
+
+    Most changes are drawn from the last ones, where the finished output takes the place of what was there and work folders go.
+    """
     generator = random.Random(name)
     said = tmp_path / "said.txt"
 
@@ -119,20 +122,29 @@ def test_killed_at_random_moments(name: str, server: ForkServerContext, places: 
         made.parent.mkdir()
         return made
 
+    def names(parent: Path) -> list[str]:
+        return sorted(str(file.relative_to(parent)) for file in parent.rglob("*"))
+
     whole = folder("whole")
-    seconds = processes.finished(server, words(whole), said)
+    began = time.monotonic()
+    changes = processes.changes(server, words(whole), said, whole.parent)
+    seconds = time.monotonic() - began
     wanted = contents(whole.parent)
     resume = ["--resume"] if LINES[name][0] in RESUMED else []
     for number in range(RANDOM_KILLS + 1):
         out = folder(number)
         moment = generator.uniform(0.05, 0.95) * seconds if number < RANDOM_KILLS else None
-        while not kill(processes.started(server, words(out), said), out, moment):
-            shutil.rmtree(out.parent)  # it came to its end before: this machine is not equally fast at all times
-            out.parent.mkdir()
-            moment = moment / 2 if moment else None
+        change = 1 + int(changes * (1 - generator.random() ** 3)) if number < RANDOM_KILLS and number % 2 else None
+        if change:
+            processes.changes(server, words(out), said, out.parent, change)
+        else:
+            while not kill(processes.started(server, words(out), said), out, moment):
+                shutil.rmtree(out.parent)  # it came to its end before: this machine is not equally fast at all times
+                out.parent.mkdir()
+                moment = moment / 2 if moment else None
         processes.finished(server, words(out, *resume), said)
-        assert contents(out.parent) == wanted, (number, moment, seconds)
-        assert [file.name for file in out.parent.iterdir()] == [file.name for file in whole.parent.iterdir()]
+        assert contents(out.parent) == wanted, (number, moment, seconds, change, changes)
+        assert names(out.parent) == names(whole.parent)
     assert "Traceback" not in said.read_text()
 
 

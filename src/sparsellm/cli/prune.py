@@ -144,11 +144,19 @@ def _write(
     from sparsellm.runs.display import Display
     from sparsellm.runs.events import combine_observers
     from sparsellm.runs.packing import packed_outputs
-    from sparsellm.runs.several import check_outputs, finished_runs, output_folders, run_each, shared_results
+    from sparsellm.runs.several import (
+        check_outputs,
+        finished_runs,
+        output_folders,
+        remove_shared_results,
+        run_each,
+        shared_results,
+    )
     from sparsellm.runs.tracking import Tracked
     from sparsellm.runtime import collectives
 
     folders = gradual.runs if gradual else output_folders(output, recipes)
+    shared_folder = gradual.folder if gradual else output
     replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
     if is_main:
         check_outputs(output, folders, gradual, **replace)
@@ -156,13 +164,15 @@ def _write(
     finished = collectives.broadcast_object(finished_runs(folders, gradual) if resume else [False] * len(folders))
     if all(finished):
         if is_main:
+            if len(folders) > 1:
+                remove_shared_results(shared_folder)
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
             _pack(to_pack, overwrite, on_stderr=as_json)
         return
     with (
         Display(mode if is_main else "off", partial(in_options, context=context)) as display,
         Tracked(*(report_to if is_main else ()), observer=display) as tracked,
-        shared_results(gradual.folder if gradual else output, folders, display) as shared,
+        shared_results(shared_folder, folders, display) as shared,
     ):
         observe = combine_observers(manage_memory, display, tracked)
         report = run_each(folders, observe, finished=finished, shared=shared, gradual=gradual, **replace)

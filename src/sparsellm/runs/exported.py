@@ -52,7 +52,7 @@ def export_differences(tensors: Tensors, model: Tensors, name: str) -> tuple[lis
 
     Integers and scales of the model are compared as they are; any other weight after it is rounded as `export` does.
     """
-    entries, exact, differences = exported_weights(tensors), quantized_tensors(model), []
+    entries, exact, differences = exported_weights(tensors), quantized_tensors(model.files), []
     names = {model.one_name(key): key for key in model.files}
     for key, entry in entries.items():
         there = names.get(tensors.one_name(key))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from sparsellm.runs.fingerprint import NOT_DECISIVE
 from sparsellm.runs.inputs import changed_input, current_inputs
 from sparsellm.runs.loading import open_model
 from sparsellm.runs.output_folder import is_finished
-from sparsellm.runs.output_lock import recover_output, refuse_links
+from sparsellm.runs.output_lock import recover_output, refuse_links, remove_output
 from sparsellm.runs.outputs import Output, read_finished, read_output
 from sparsellm.runs.publication import Paths
 from sparsellm.runs.quantization_file import read_scales
@@ -166,7 +165,7 @@ class GradualPruning:
         """Remove the pruned checkpoint of a stage, once it is recovered."""
         recipe = self.runs[folder]
         if isinstance(recipe, RecoveryRecipe):
-            shutil.rmtree(recipe.pruned, ignore_errors=True)
+            remove_output(Path(recipe.pruned))
 
 
 def stages_folder(output: Path) -> Path:

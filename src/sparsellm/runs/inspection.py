@@ -172,7 +172,7 @@ def inspect(
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []
-    values = quantized_tensors(tensors)
+    values = quantized_tensors(tensors.files)
     parameters = zeros = 0
     counted: set[str] = set()
     for key, tensor in tensors:

@@ -129,6 +129,21 @@ def _was_replaced(folder: Path) -> bool:
     return folder.is_dir() and all(path.is_dir() for path in folder.rglob("*"))
 
 
+def remove_output(output: Path) -> None:
+    """Remove an output, if it is there. It is first renamed as a replaced one, so that `recover_output` can end the removal."""
+    if output.is_dir():
+        with locked(output) as path:
+            _remove_replaced(_moved_aside(path))
+
+
+def _moved_aside(path: Path) -> Path:
+    """Move a locked output to a random name, which it holds; return its new path."""
+    old = aside(path)
+    (path / WORK / REPLACED).write_bytes(old.name.encode())
+    path.rename(old)
+    return old
+
+
 def _remove_replaced(folder: Path) -> None:
     """Remove a replaced output, last the file that says what it is, so that the next process can go on."""
     work = folder / WORK
@@ -161,9 +176,7 @@ def replacing(path: Path) -> Iterator[Path]:
         export.mkdir()
         try:
             yield export
-            old = aside(path)
-            (path / WORK / REPLACED).write_bytes(old.name.encode())
-            path.rename(old)
+            old = _moved_aside(path)
             try:
                 (old / WORK / EXPORT).rename(path)
             except BaseException:

@@ -12,11 +12,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
-from sparsellm.checkpoints.comparison import Tensors
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.packed_files import parts_of
-from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of, read_stored
+from sparsellm.checkpoints.tensor_index import Stored, TensorLocation, locations_of, read_stored
 from sparsellm.data.json_files import durable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.methods.rounding import IntegerValues, Scales
@@ -108,14 +108,14 @@ def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
     return found
 
 
-def quantized_tensors(tensors: Tensors) -> dict[str, IntegerValues]:
-    """Return what a packed file or a side file says that tensors are quantized to, by their names in the model.
+def quantized_tensors(tensors: Mapping[str, Stored | Tensor]) -> dict[str, IntegerValues]:
+    """Return what a packed file or a side file says that tensors are quantized to, by the names that the argument gives them.
 
     A tensor that is stored in pieces has the format of the first one that is quantized.
     """
     listed: dict[Path, dict[str, IntegerValues]] = {}
     found: dict[str, IntegerValues] = {}
-    for name, stored in tensors.files.items():
+    for name, stored in tensors.items():
         for location in locations_of(stored):
             if location.file not in listed:
                 entries = locate_all(location.file)[1] if location.file.suffix == ".safetensors" else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from sparsellm.data.paths import local_path
@@ -17,7 +17,7 @@ from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.gradual import GradualPruning
 from sparsellm.runs.inputs import Inputs, SameInputs, check_kept
 from sparsellm.runs.output_folder import is_finished
-from sparsellm.runs.output_lock import recover_output, refuse_links
+from sparsellm.runs.output_lock import locked, recover_output, refuse_links, remove
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -121,6 +121,10 @@ def run_each(
         The report of the last run.
     """
     replaces, inputs = overwrite or (restart and len(folders) > 1), SameInputs()
+    if len(folders) > 1 and collectives.is_main():  # which are locked by now: another command may have finished one before
+        for (folder, recipe), done in zip(folders.items(), finished, strict=True):
+            if not done:
+                check_output(folder, replaces, recipe.model)
     if len(folders) > 1 and not gradual:  # whose later runs prune what the earlier ones write
         each = zip(folders.values(), finished, strict=True)
         recipes = [None if done or not isinstance(recipe, Recipe) else recipe for recipe, done in each]
@@ -181,33 +185,50 @@ def _run_into(
 def shared_results(output: str | Path, folders: Collection[Path], observer: Observer) -> Iterator[DenseCache | None]:
     """A cache of the dense model's results for the runs that write several outputs, in a work folder in `output`; else None.
 
-    It is removed at the end. After an error it is kept if any output is begun, with a note on the error that says how to
-    resume.
+    `output` is locked for all of the time, and so is the folder of the last run where it lies elsewhere, as that of a gradual
+    pruning does: another command cannot take it while the runs before are at work. The cache is removed at the end. After an
+    error it is kept if any output is begun, with a note on the error that says how to resume.
+
+    Raises:
+        CannotResume: Another process is working on one of the two folders.
     """
     if len(folders) == 1:
         yield None
         return
     work = local_path(output) / WORK
-    if collectives.is_main():
-        work.mkdir(parents=True, exist_ok=True)
-    try:
-        yield DenseCache(work / "dense", observer)
-    except BaseException as error:
+    with ExitStack() as locks:
         if collectives.is_main():
-            _clean_up(work, folders, error)
-        raise
-    if collectives.is_main():
-        shutil.rmtree(work, ignore_errors=True)
-        with suppress(OSError):
-            work.parent.rmdir()  # of a gradual pruning of one stage it is empty
+            locks.enter_context(locked(output))
+            if local_path(output) not in (last := local_path(list(folders)[-1])).parents:
+                locks.enter_context(locked(last))
+        try:
+            yield DenseCache(work / "dense", observer)
+        except BaseException as error:
+            if collectives.is_main():
+                _clean_up(work, folders, error)
+            raise
+        if collectives.is_main():
+            _remove_work(work)
+
+
+def remove_shared_results(output: str | Path) -> None:
+    """Remove what several finished runs shared: the process that ran the last one may have been killed before it did."""
+    work = local_path(output) / WORK
+    with locked(output) if work.exists() else nullcontext():
+        _remove_work(work)
+
+
+def _remove_work(work: Path) -> None:
+    """Remove a work folder, and its parent if it is empty, as the folder of the stages before the last of one stage is."""
+    shutil.rmtree(work, ignore_errors=True)
+    with suppress(OSError):
+        work.parent.rmdir()
 
 
 def _clean_up(work: Path, folders: Collection[Path], error: BaseException) -> None:
-    """After an error, keep the work folder and note how to resume if any output is finished or begun; else remove it."""
+    """After an error, note how to resume if an output is finished; remove the results if none is finished or begun."""
     if finished := sum(map(is_finished, folders)):
         are = "is" if finished == 1 else "are"
         error.add_note(f"{finished} of {len(folders)} outputs {are} finished and kept: pass `resume` to continue")
-    if not any(local_path(folder).exists() for folder in folders):
-        shutil.rmtree(work, ignore_errors=True)
-        with suppress(OSError):
-            work.parent.rmdir()  # fails unless it is empty
+    elif not any((local_path(folder) / WORK / JOURNAL).exists() for folder in folders):
+        remove(work / "dense")
