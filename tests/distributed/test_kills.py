@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import sparsellm
+from sparsellm.runs.output_folder import is_finished
 from sparsellm.runs.output_lock import EXPORT
 from sparsellm.runs.records import LOG, REPORT, WORK
 from tests import processes
@@ -142,7 +143,10 @@ def test_killed_at_random_moments(name: str, server: ForkServerContext, places: 
                 shutil.rmtree(out.parent)  # it came to its end before: this machine is not equally fast at all times
                 out.parent.mkdir()
                 moment = moment / 2 if moment else None
-        processes.finished(server, words(out, *resume), said)
+        refused = is_finished(out) and not resume  # the output is in its place: only what was there before is left to remove
+        again = processes.started(server, words(out, *resume), said)
+        again.join(120)
+        assert again.exitcode == refused, said.read_text()
         assert contents(out.parent) == wanted, (number, moment, seconds, change, changes)
         assert names(out.parent) == names(whole.parent)
     assert "Traceback" not in said.read_text()

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.runs import compressed_export, export, output_lock, packing
+from sparsellm.errors import OutputExists
+from sparsellm.runs import compressed_export, export, output_lock, packing, several, workspace
 from sparsellm.runs.records import REPORT, WORK
 from tests.conftest import long_unless
 
@@ -115,9 +116,8 @@ def test_what_another_command_finishes_meanwhile_is_not_replaced(
         with locked(path) as folder:
             yield folder
 
-    for module in (export, compressed_export, packing):
+    for module in (export, compressed_export, packing, several, workspace):
         monkeypatch.setattr(module, "locked", finished_before, raising=False)
-    monkeypatch.setattr("sparsellm.runs.workspace.locked", finished_before)
     refused = command(*(word for word in words(name, made, out) if word not in ("--overwrite", "--restart")))
     message = " ".join(refused.stderr.split())
     assert refused.exit_code == 1, message
@@ -125,3 +125,15 @@ def test_what_another_command_finishes_meanwhile_is_not_replaced(
     expected = {file.name: file.read_bytes() for file in made["pruned"].iterdir()}
     assert {file.name: file.read_bytes() for file in out.iterdir()} == expected
     assert (out / REPORT).is_file()
+
+
+def test_an_empty_folder_may_be_the_output(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """As a process leaves that is killed as soon as it made it; but not one that holds folders."""
+    out = tmp_path / "out"
+    out.mkdir()
+    sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(out)
+    sparsellm.verify(out)
+    (tmp_path / "other" / "folder").mkdir(parents=True)
+    with pytest.raises(OutputExists, match="other exists"):
+        sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(tmp_path / "other")
+    assert (tmp_path / "other" / "folder").is_dir()

@@ -156,7 +156,7 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     """Check that an output folder can be written, after cleaning up what a killed process left of it.
 
     Args:
-        overwrite: Allow a folder that is empty or that a run wrote.
+        overwrite: Allow a folder that a run wrote. An empty one is always allowed.
         dense: Folder of the dense model, which is never overwritten.
 
     Returns:

@@ -25,7 +25,7 @@ def check_writable(output: str | Path, overwrite: bool = False, dense: str | Pat
     Cleans up what a killed process left of it.
 
     Args:
-        overwrite: Allow a folder that is empty or that a run wrote.
+        overwrite: Allow a folder that a run wrote. An empty one is always allowed.
         dense: Folder of the dense model, which is never overwritten.
 
     Returns:
@@ -46,7 +46,8 @@ def check_writable(output: str | Path, overwrite: bool = False, dense: str | Pat
             f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
         )
     recover_output(path)
-    if path.exists() and not overwrite and (files_outside_work(path) or not (path / WORK).is_dir()):
+    is_begun = (path / WORK).is_dir() and not files_outside_work(path)
+    if path.exists() and not overwrite and not is_begun and not is_empty(path):
         raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -69,6 +70,11 @@ def _check_name(output: str | Path, path: Path) -> None:
             reason = f"the name {path.name[:40]}… has {len(os.fsencode(path.name))} bytes, more than the file system allows"
             raise InvalidSetting(f"{output} cannot be written: {reason}. Choose a name that is 20 bytes shorter.") from None
         raise
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a path is a folder without anything in it, as a process leaves that is killed as soon as it made it."""
+    return path.is_dir() and not any(path.iterdir())
 
 
 def is_finished(output: str | Path) -> bool:
