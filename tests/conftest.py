@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +27,31 @@ TEXT = "the sum of the weights that stay is what a layer can still say when the 
 WORDS = TEXT.split(" ")
 
 
-def pytest_unconfigure() -> None:
+CACHE = "XDG_CACHE_HOME"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the machine once, before the workers start: all processes then choose alike, and none measures under load."""
+    if hasattr(config, "workerinput"):
+        return
+    os.environ[CACHE] = tempfile.mkdtemp(prefix="sparsellm-tests-")
+    import torch
+
+    from sparsellm.models.sparse_matmul import max_density
+    from sparsellm.runs.compute_dtype import bf16_speedup
+    from sparsellm.runs.machine_cache import use_cache
+    from sparsellm.runtime import alternatives
+    from sparsellm.runtime.products import onednn_speedup
+
+    use_cache()
+    onednn_speedup(), max_density(), max_density(torch.bfloat16), bf16_speedup(torch.device("cpu"))
+    alternatives.keep()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Search the libraries' objects for no garbage at exit, which takes longer than most files of unit tests."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[CACHE], ignore_errors=True)
     gc.freeze()
 
 

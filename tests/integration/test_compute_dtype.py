@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +23,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs import compute_dtype, planning, startup
-from sparsellm.runs.compute_dtype import bf16_speedup, choose_products, measure_speedup
+from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
 from sparsellm.runs.costs import work
 from sparsellm.runs.events import RECOVERING, TRAINING
 from sparsellm.runs.preparation import Prepared
@@ -53,15 +52,6 @@ def loaded(family: str, products: torch.dtype | None) -> LoadedModel:
 def speedup(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets what the measurement gives."""
     return lambda value: monkeypatch.setattr(compute_dtype, "bf16_speedup", lambda device: value)
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of the measured gains in a folder of the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    bf16_speedup.cache_clear()
-    yield tmp_path / "sparsellm" / "bf16_speedup.json"
-    bf16_speedup.cache_clear()
 
 
 @torch.no_grad()
@@ -288,41 +278,19 @@ def test_other_processes_take_the_choice_of_the_main_one(monkeypatch: pytest.Mon
     assert startup._agree_on_products(cast(Any, None), cast(Any, None), None) is HALF
 
 
-def test_a_machine_is_measured_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes read the file; another number of threads or version, and a damaged file are measured anew."""
-    measured = itertools.count(1)
-    monkeypatch.setattr(compute_dtype, "measure_speedup", lambda device: float(next(measured)))
+def test_speedup_is_that_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same product in float32 and in bfloat16."""
+    asked: list[str | None] = []
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(compute_dtype, "linear", lambda *x: seen.append(torch.nn.functional.linear(*x).dtype))
 
-    def ask() -> float:
-        bf16_speedup.cache_clear()  # as another process
-        return bf16_speedup(CPU)
+    def speedup(name: str, make: Any, machine: str | None) -> float:
+        for function in make():
+            function()
+        asked.append(machine)
+        return 2.0
 
-    assert [ask(), ask()] == [1, 1]
-    for module, name in ((torch, "get_num_threads"), (compute_dtype, "_processor")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, lambda *_: 77)
-            assert ask() > 1
-    assert ask() == 1
-    own_cache.write_text("{")
-    assert ask() == 4
-
-
-def test_a_cache_that_cannot_be_written_does_not_matter(own_cache: Path) -> None:
-    own_cache.parent.parent.joinpath("sparsellm").write_text("a file where the folder would be")
-    assert bf16_speedup(CPU) > 0
-
-
-def test_measurement_is_the_quotient_of_the_shortest_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first round, which is slow, does not count, nor do times that other programs lengthen; it ends on time."""
-    seconds = {False: [9, 0.06, 0.04, 0.06], True: [1, 0.03, 0.2, 0.02]}  # of each round, by whether in bfloat16
-    now, rounds = [0.0], {False: iter(seconds[False]), True: iter(seconds[True])}
-
-    def product(inputs: Tensor, weight: Tensor) -> None:
-        now[0] += next(rounds[torch.is_autocast_enabled("cpu")], 0.1)
-
-    monkeypatch.setattr(compute_dtype, "SECONDS", 10.4)
-    monkeypatch.setattr(compute_dtype, "linear", product)
-    monkeypatch.setattr(compute_dtype.time, "perf_counter", lambda: now[0])
-    assert measure_speedup(CPU) == pytest.approx(0.04 / 0.02)
-    assert next(rounds[True], None) is None
-    assert now[0] < 10.9
+    monkeypatch.setattr(compute_dtype, "speedup", speedup)
+    assert bf16_speedup(CPU) == 2
+    assert asked == [None]
+    assert seen == [FULL, HALF]

@@ -128,7 +128,7 @@ def test_statistics_are_those_of_dense_products_up_to_rounding(
 def test_sparsegpt_prunes_alike_with_and_without_the_kernel(
     family: str, attention: str, encoded: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse_matmul, "MAX_DENSITY_16_BIT", 0.25)
+    monkeypatch.setattr(sparse_matmul, "max_density", lambda products: 0.25)
 
     def errors() -> dict[str, float]:
         model = wide(family, attention)
@@ -151,7 +151,10 @@ def test_sparsegpt_prunes_alike_with_and_without_the_kernel(
     assert allclose_bf16(torch.tensor(list(by_kernel.values())), torch.tensor(list(dense.values())))
 
 
-def test_the_kernel_is_not_used_where_16_bit_products_are_faster(encoded: list[tuple[int, ...]]) -> None:
+def test_the_kernel_is_not_used_where_16_bit_products_are_faster(
+    encoded: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_matmul, "max_density", lambda products: 0.15)
     block, inputs = next(walk(wide("OPT", "sdpa"), batches()))
     remove(block, 0.8)
     with torch.no_grad():

@@ -53,10 +53,14 @@ def _examine() -> dict[str, Any]:
     import psutil
     import torch
 
+    from sparsellm.models.sparse_matmul import max_density
     from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
-    from sparsellm.runtime import devices
+    from sparsellm.runs.machine_cache import use_cache
+    from sparsellm.runtime import alternatives, devices
+    from sparsellm.runtime.products import onednn_speedup, uses_onednn
     from sparsellm.sparse import kernels, memory_reads
 
+    use_cache()
     speedup = bf16_speedup(torch.device("cpu"))
     memory = psutil.virtual_memory()
     accelerator = devices.accelerator()
@@ -72,6 +76,9 @@ def _examine() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
+        "float32": {"onednn_speedup": onednn_speedup(), "onednn_used": uses_onednn()},
+        "skipped_zeros": {"max_density": max_density()},
+        "unsteady": alternatives.unsteady(),
         "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
         "accelerators": [
             {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
@@ -87,11 +94,19 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
     present, memory, half = found["kernels"], found["memory"], found["bfloat16"]
     others = ", ".join(name for name in present["instruction_sets"] if name != present["in_use"])
     threads = plural(found["threads"], "thread")
+    full, density = found["float32"], found["skipped_zeros"]["max_density"]
+    faster = f"oneDNN is {full['onednn_speedup']:.1f} times as fast as torch's, "
     rows = [
         ["sparsellm", f"{found['sparsellm']}, Python {found['python']}"],
         ["kernels", f"{present['in_use']} in use; also here: {others or 'no other'}" if present["in_use"] else NO_KERNELS],
         ["processor", f"{found['processor']}, {plural(found['processors'], 'processor')}, {threads} in use"],
         ["bfloat16", f"products are {half['speedup']:.1f} times as fast as in float32, {'' if half['used'] else 'not '}used"],
+        ["float32", faster + ("used" if full["onednn_used"] else "not used")],
+        [
+            "pruned weights",
+            f"products skip zeros from {100 * (1 - density):.0f} % zeros on" if density else "no zeros are skipped",
+        ],
+        *(["measured", f"{name}: measured beside other programs, not kept"] for name in found["unsteady"]),
         ["memory", f"{human_bytes(memory['total'])}, {human_bytes(memory['available'])} available"],
         ["bandwidth", f"{memory['bandwidth'] / 1e9:.1f} GB/s, read by {threads}"],
     ]

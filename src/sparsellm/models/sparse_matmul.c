@@ -9,21 +9,21 @@
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#if !defined(__x86_64__) || defined(SPARSELLM_PORTABLE)
-#define FOR_EACH_PROCESSOR
-#elif defined(SPARSELLM_NARROW)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v3", "default")))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
 #else
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define UNROLL _Pragma("GCC unroll 64")
 #endif
 
 enum {
-    VERSION = 1, /* sparse_matmul.py has the same */
-    LANES = 16,
-    TOKENS = 4 * LANES, /* in one block: 4 sums of a row stay in registers */
-    CHUNK = 96,         /* inputs of a block in the first cache: 24 KiB; below 256 */
+    VERSION = 2, /* sparse_matmul.py has the same */
+    TOKENS = 64, /* in one block: all sums of a row stay in registers, as 4 vectors of 64 bytes, 8 of 32 or 16 of 16 */
+    LANES = 16,  /* tokens that are gathered at a time, so that few rows of x are read at once */
+    CHUNK = 96,  /* inputs of a block in the first cache: 24 KiB; below 256 */
 };
-typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef float Vector64 __attribute__((vector_size(64)));
+typedef float Vector32 __attribute__((vector_size(32)));
+typedef float Vector16 __attribute__((vector_size(16)));
 
 EXPORT int sparsellm_version(void) { return VERSION; }
 
@@ -49,17 +49,43 @@ EXPORT void sparsellm_encode(const float *weight, int64_t rows, int64_t columns,
     *starts = count;
 }
 
-/* Add the products of one chunk of inputs, (width, TOKENS), to the sums, (rows, TOKENS). */
-FOR_EACH_PROCESSOR
-static void add_chunk(const float *inputs, const int32_t *starts, const uint8_t *places, const float *values, int64_t rows, float *sums) {
-    for (int64_t row = 0; row < rows; row++) {
-        Vector *to = (Vector *)(sums + row * TOKENS), a = {0}, b = {0}, c = {0}, d = {0};
-        for (int32_t entry = starts[row]; entry < starts[row + 1]; entry++) {
-            const Vector *from = (const Vector *)(inputs + places[entry] * TOKENS);
-            a += values[entry] * from[0], b += values[entry] * from[1], c += values[entry] * from[2], d += values[entry] * from[3];
-        }
-        to[0] += a, to[1] += b, to[2] += c, to[3] += d; /* sums of sums round less */
+/* Functions that add the products of one chunk of inputs, (width, TOKENS), to the sums, (rows, TOKENS), in vectors as wide as
+   the registers of an instruction set: compilers keep wider ones in memory. */
+typedef void AddChunk(const float *inputs, const int32_t *starts, const uint8_t *places, const float *values, int64_t rows, float *sums);
+
+#define ADD_CHUNK(name, attributes, Vector)                                                                                      \
+    attributes static void name(const float *inputs, const int32_t *starts, const uint8_t *places, const float *values,          \
+                                int64_t rows, float *sums) {                                                                     \
+        enum { COUNT = TOKENS * sizeof(float) / sizeof(Vector) };                                                                \
+        for (int64_t row = 0; row < rows; row++) {                                                                               \
+            Vector *to = (Vector *)(sums + row * TOKENS), partial[COUNT];                                                        \
+            UNROLL for (int i = 0; i < COUNT; i++) partial[i] = (Vector){0};                                                     \
+            for (int32_t entry = starts[row]; entry < starts[row + 1]; entry++) {                                                \
+                const Vector *from = (const Vector *)(inputs + places[entry] * TOKENS);                                          \
+                UNROLL for (int i = 0; i < COUNT; i++) partial[i] += values[entry] * from[i];                                    \
+            }                                                                                                                    \
+            UNROLL for (int i = 0; i < COUNT; i++) to[i] += partial[i]; /* sums of sums round less */                            \
+        }                                                                                                                        \
     }
+
+ADD_CHUNK(add_chunk, , Vector16)
+#if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE)
+ADD_CHUNK(add_chunk_avx2, __attribute__((target("avx2,fma"))), Vector32)
+#ifndef SPARSELLM_NARROW
+ADD_CHUNK(add_chunk_avx512, __attribute__((target("avx512f"))), Vector64)
+#endif
+#endif
+
+/* The one for this processor. */
+static AddChunk *add_chunk_here(void) {
+#if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE)
+    __builtin_cpu_init();
+#ifndef SPARSELLM_NARROW
+    if (__builtin_cpu_supports("avx512f")) return add_chunk_avx512;
+#endif
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return add_chunk_avx2;
+#endif
+    return add_chunk;
 }
 
 /* out (tokens, rows) = x (tokens, columns) W' + bias (rows, or NULL). Returns 0, or -1 without memory. */
@@ -67,6 +93,7 @@ EXPORT int sparsellm_sparse_matmul(const float *x, int64_t tokens, int64_t colum
                                    const float *values, int64_t rows, const float *bias, float *out) {
     float *memory = malloc((size_t)(CHUNK + rows) * TOKENS * sizeof(float) + 64);
     if (!memory) return -1;
+    AddChunk *add = add_chunk_here();
     float *inputs = (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63), *sums = inputs + CHUNK * TOKENS;
     for (int64_t begin = 0; begin < tokens; begin += TOKENS) {
         int64_t count = tokens - begin < TOKENS ? tokens - begin : TOKENS;
@@ -81,7 +108,7 @@ EXPORT int sparsellm_sparse_matmul(const float *x, int64_t tokens, int64_t colum
                     for (int64_t token = group; token < stop; token++)
                         inputs[column * TOKENS + token] = x[(begin + token) * columns + first + column];
             }
-            add_chunk(inputs, chunk_starts, places, values, rows, sums);
+            add(inputs, chunk_starts, places, values, rows, sums);
         }
         for (int64_t token = 0; token < count; token++)
             for (int64_t row = 0; row < rows; row++)

@@ -15,21 +15,32 @@ from torch import Tensor, nn
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import replace_forward
 from sparsellm.runtime import devices
+from sparsellm.runtime.alternatives import Computation, speedup
 from sparsellm.runtime.products import linear
 
 LIBRARY = Path(__file__).with_name("_sparse_matmul.so")
 
-VERSION = 1
+VERSION = 2
 
-MIN_WEIGHTS, MAX_DENSITY, MIN_TOKENS = 2**18, 0.5, 64
-"""Number of weights from which, and fraction of nonzero weights up to which, the kernel is used, and the tokens of a block.
+MIN_WEIGHTS, MIN_TOKENS = 2**18, 64
+"""Number of weights from which the kernel is used, and the tokens of a block."""
 
-With 2,048 tokens, one thread of an AMD EPYC (Zen 4) takes 1.5 times as long by a dense product at 50 % zeros, 2.4 times at 70 %
-and 4 to 5 times at 90 % (weights of 768 x 768 to 3,072 x 768; dev/LOG.md).
+MAX_DENSITY = 0.5
+"""Largest fraction of nonzero weights with which the kernel is used on any processor."""
+
+MEASURED_DENSITY, MARGIN = 0.25, 1.1
+"""Fraction of nonzero weights with which the kernel is compared with dense products, and the speedup that it must have.
+
+Its time is nearly proportional to that fraction. One thread of an AMD EPYC (Zen 4) takes 1.5 times as long by a dense product
+in float32 at 50 % zeros, 2.4 times at 70 % and 4 to 5 times at 90 %, with AVX2 as with AVX-512 (weights of 768 x 768 to
+3,072 x 768, 2,048 tokens; dev/LOG.md).
 """
 
-MAX_DENSITY_16_BIT = 0.15
-"""`MAX_DENSITY` in passes with 16-bit products: these are 2 to 4 times as fast, which the kernel is at 65 to 80 % zeros."""
+TOKENS, WIDTH = 256, 512
+"""Size of the product that is measured, which takes a dense one 1 to 3 milliseconds."""
+
+NAME = "float32 products that skip zeros"
+"""Name of the comparison with dense products, in float32 or in bfloat16."""
 
 MatMul = Callable[[Tensor, Tensor | None], Tensor]
 """A function of inputs, (..., in), and a bias, (out,) or None, that returns (..., out)."""
@@ -97,8 +108,30 @@ def supports(weight: Tensor, products: torch.dtype | None = None) -> bool:
         weight: The weight.
         products: Dtype of the dense product, as in `product_dtype_context`; None for float32.
     """
-    limit = MAX_DENSITY if products is None else MAX_DENSITY_16_BIT
-    return _may_support(weight) and int(weight.count_nonzero()) <= limit * weight.numel()
+    return _may_support(weight) and int(weight.count_nonzero()) <= max_density(products) * weight.numel()
+
+
+def max_density(products: torch.dtype | None = None) -> float:
+    """Return the fraction of nonzero weights up to which the kernel is faster than a dense product on this machine.
+
+    Measured once, as `sparsellm.runtime.alternatives` does; 0 where the kernel is not compiled.
+    """
+    if load_library() is None:
+        return 0.0
+
+    def make() -> tuple[Computation, Computation]:
+        generator = torch.Generator().manual_seed(0)
+        inputs, weight = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
+        weight *= torch.rand(WIDTH, WIDTH, generator=generator) < MEASURED_DENSITY
+        kernel = SparseMatmul(weight)
+        if products is None:
+            return lambda: linear(inputs, weight), lambda: kernel(inputs)
+        rounded, inputs = weight.to(products), inputs.to(products)
+        return lambda: linear(inputs, rounded), lambda: kernel(inputs.float()).to(products)
+
+    name = NAME if products is None else f"{NAME}, beside {products}"
+    with torch.autocast("cpu", enabled=False):
+        return min(MAX_DENSITY, MEASURED_DENSITY * speedup(name, make) / MARGIN)
 
 
 def matmul_of(weight: Tensor, products: torch.dtype | None = None) -> MatMul:

@@ -25,6 +25,7 @@ from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, input_device, model_errors
 from sparsellm.models.output_head import prediction_head
+from sparsellm.runs.machine_cache import use_cache
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
@@ -96,6 +97,7 @@ def open_source(
     Raises:
         SparseLLMError: As `named_model`, `read_architecture` and `open_checkpoint`.
     """
+    use_cache()
     fields, source = named_model(model, None)
     described = None if architecture is None else read_architecture(architecture)
     if source is None:
@@ -112,6 +114,7 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
         BadCheckpoint: The checkpoint is damaged, or its tokenizer belongs to another model.
         UnsupportedModel: The model cannot be pruned, or is packed.
     """
+    use_cache()
     device = devices.resolve_device(recipe.device)
     architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
     source = source or open_checkpoint(

@@ -12,9 +12,10 @@ import torch
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
+from sparsellm.models.sparse_matmul import max_density
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs.compute_dtype import choose_products
-from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
+from sparsellm.runs.events import DIGESTING, Note, Observer, Stage, add_note
 from sparsellm.runs.fingerprint import fingerprint
 from sparsellm.runs.inputs import run_inputs
 from sparsellm.runs.loading import Placement, choose_placement
@@ -23,7 +24,8 @@ from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.workspace import WorkDirectory
-from sparsellm.runtime import collectives
+from sparsellm.runtime import alternatives, collectives
+from sparsellm.runtime.products import uses_onednn
 
 OF_ONE = ("environment.device", "recipe.device")
 """Settings that may differ between the processes of a run."""
@@ -66,7 +68,14 @@ def start_run(
         _note_machine(journal, observer)
     if collectives.world() > 1:
         placement, batch = _agree(recipe, ready, placement, batch=batch, journal=journal)
-    return replace(placement, products=_agree_on_products(recipe, ready, journal)), batch, journal
+    placement = replace(placement, products=_agree_on_products(recipe, ready, journal))
+    if ready.device.type == "cpu" and recipe.reads_text:
+        report.environment |= _agree_on_alternatives(placement.products, journal)
+        for name in alternatives.unsteady():
+            add_note(
+                f"other programs were at work while {name} were measured: the result holds for this run only", report, observer
+            )
+    return placement, batch, journal
 
 
 def check_alike(message: Mapping[str, Any]) -> None:
@@ -102,6 +111,33 @@ def _agree_on_products(recipe: RunRecipe, ready: Prepared, journal: Journal | No
         if journal:
             journal.note("products", name)
     return getattr(torch, name) if name else None
+
+
+def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None) -> dict[str, str]:
+    """Take the speedups that the main process of a new run measured, or those of a resumed run, which decide the last bits.
+
+    Returns:
+        What they decide, for the report.
+    """
+    speedups: dict[str, float] | None = journal.fact("speedups") if journal else None
+    if speedups is None:
+        alternatives.adopt({})
+        speedups = collectives.broadcast_object(_measure_alternatives(products) if collectives.is_main() else None)
+        if journal:
+            journal.note("speedups", speedups)
+    alternatives.adopt(speedups)
+    limit = max_density(products)
+    return {
+        "float32 products": "oneDNN" if uses_onednn() else "torch",
+        "zeros are skipped": f"from {100 * (1 - limit):.0f} % zeros on" if limit else "never",
+    }
+
+
+def _measure_alternatives(products: torch.dtype | None) -> dict[str, float]:
+    """Measure what a run on a CPU chooses from, if this machine is not known yet."""
+    uses_onednn()
+    max_density(products)
+    return alternatives.known()
 
 
 def _agree(

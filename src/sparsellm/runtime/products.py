@@ -1,16 +1,14 @@
 """Matrix products in float32 on a CPU, by oneDNN where torch's own are slower.
 
-torch calls MKL, which uses the 256-bit vectors of AVX2 on AMD processors. oneDNN, which is a part of torch and is what its
-bfloat16 products call, uses AVX-512 on any processor. On Zen 5 it is about twice as fast. Sums are of float32 in both.
+On x86, torch calls MKL, which uses the 256-bit vectors of AVX2 on AMD processors. oneDNN, which is a part of torch and is what
+its bfloat16 products call, uses AVX-512 on any processor. On Zen 5 it is about twice as fast. Sums are of float32 in both.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +16,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from sparsellm.runtime.alternatives import Computation, speedup
+
 MIN_MULTIPLICATIONS = 1 << 21
 """Multiplications of a product from which oneDNN is used, those of 128 x 128 matrices. A call takes it 12 microseconds."""
 
-AMD, ZEN_5 = "AuthenticAMD", 26
-"""Vendor, and the first family of its processors with vector units of 512 bits."""
+SPEEDUP = 1.2
+"""Least speedup for which oneDNN is used. Between 1 and this it hangs on the shapes of matrices which one is faster."""
+
+NAME = "float32 products by oneDNN"
+"""Name of the comparison with torch's."""
+
+TOKENS, WIDTH = 256, 512
+"""Size of the product that is measured, which takes a thread 1 to 3 milliseconds."""
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function of inputs (tokens, in), a weight (out, in) and a bias (out,) or None, to (tokens, out); all float32 on the CPU."""
@@ -101,11 +107,33 @@ def _plain(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() or matrix.T.is_contiguous() else matrix.contiguous()
 
 
-@cache
+def onednn_speedup() -> float:
+    """How many times as fast as torch's products those of oneDNN are on this machine; 0 where they are missing or wrong."""
+    if (kernel := _onednn()) is None:
+        return 0.0
+
+    def make() -> tuple[Computation, Computation]:
+        generator = torch.Generator().manual_seed(0)
+        inputs, weight = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
+        return lambda: inputs @ weight.T, lambda: kernel(inputs, weight, None)
+
+    with torch.autocast("cpu", enabled=False):
+        return speedup(NAME, make)
+
+
+def uses_onednn() -> bool:
+    """Whether large products in float32 are computed by oneDNN."""
+    return _kernel() is not None
+
+
 def _kernel() -> Linear | None:
     """oneDNN's linear layer; None where torch's own products are as fast, or where it is missing or wrong."""
-    if not (_is_zen_5() and torch.cpu._is_avx512_supported() and torch.backends.mkl.is_available()):
-        return None
+    return _onednn() if onednn_speedup() >= SPEEDUP else None
+
+
+@cache
+def _onednn() -> Linear | None:
+    """oneDNN's linear layer; None where it is missing or wrong."""
     operator: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # also what torch.compile calls
 
     def kernel(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,13 +147,3 @@ def _kernel() -> Linear | None:
     except (RuntimeError, TypeError, AttributeError):  # another signature, or torch without oneDNN
         return None
     return kernel if is_right else None
-
-
-def _is_zen_5() -> bool:
-    """Whether the processor is a Zen 5 or later, as Linux tells."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    family = re.search(r"^cpu family\s*: (\d+)$", text, re.MULTILINE)
-    return AMD in text and family is not None and int(family[1]) >= ZEN_5
