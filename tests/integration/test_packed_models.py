@@ -446,6 +446,28 @@ def test_quantized_model_computes_as_the_unpacked_one(
     assert all(torch.equal(x, dict(dense.named_parameters())[name]) for name, x in model.named_parameters())
 
 
+@pytest.mark.parametrize(("values", "length"), [("int4", 16), long_unless(False, "int8", 64), long_unless(False, "int3", 16)])
+def test_a_quantized_bfloat16_model_is_measured_as_the_unpacked_one(
+    packed_models: Callable[..., tuple[Path, Path]], values: str, length: int, tmp_path: Path
+) -> None:
+    """It is computed in float32, in which its scales must not be: kernels read them as bfloat16."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 2)
+    folders = packed_models("llama", torch.bfloat16, values=values)
+    measured = [sparsellm.evaluate(folder, text, sequence_length=length, evaluate_limit=1).perplexity for folder in folders]
+    unpacked, packed = (x[str(text)].value for x in measured)
+    assert packed == pytest.approx(unpacked, rel=5e-3)
+
+
+def test_scales_that_were_cast_in_place_are_refused(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    """Nobody notices, since no buffer is set."""
+    model = sparsellm.load(packed_models("llama", torch.bfloat16, values="int4")[1])
+    for layer in packed_layers(model):
+        layer.scales.data = layer.scales.data.float()
+    with pytest.raises(InvalidSetting, match=r"`scales` of a packed matrix is torch\.float32"), torch.no_grad():
+        model(prompts()[:1, :4])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scales_stay_in_bfloat16(packed_models: Callable[..., tuple[Path, Path]], dtype: torch.dtype) -> None:
     """A model that is loaded in another dtype, or moved to it, multiplies with the same scales."""

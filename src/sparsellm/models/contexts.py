@@ -20,13 +20,15 @@ def compute_dtype_context(module: nn.Module, dtype: torch.dtype | None, without:
     """Cast a module's parameters and buffers to `dtype` within the context, and back to their own dtypes after it.
 
     A CPU without 16-bit arithmetic is several times faster in float32, and the casts are exact: every bfloat16 and float16
-    number is a float32 number.
+    number is a float32 number. What a module names in its attribute `keeps_dtype` is not cast: packed layers have buffers that
+    kernels read in one dtype.
 
     Args:
         dtype: The dtype to compute in; None changes nothing.
         without: Submodules that keep their dtype.
     """
     excluded = {id(tensor) for part in without for tensor in chain(part.parameters(), part.buffers())}
+    excluded |= {id(getattr(part, name)) for part in module.modules() for name in getattr(part, "keeps_dtype", ())}
     candidates = chain(module.parameters(), module.buffers())
     tensors = [tensor for tensor in candidates if tensor.is_floating_point() and id(tensor) not in excluded]
     dtypes = [tensor.dtype for tensor in tensors]

@@ -39,6 +39,7 @@ class QuantizedLinear(PackedLinear):
 
     scales: Tensor
     running = (*RUNNING, "scales")
+    keeps_dtype = ("scales",)
 
     def __init__(
         self,
