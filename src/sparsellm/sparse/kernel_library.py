@@ -18,7 +18,7 @@ INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
-VERSION = 3
+VERSION = 4
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """Types of values, numbered as in kernels.c; uint8 holds two numbers of 4 bits."""
 

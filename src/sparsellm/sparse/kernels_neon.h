@@ -3,6 +3,9 @@
 typedef struct { float32x4_t low, high; } Pair;
 
 static ALWAYS_INLINE Pair pair_add(Pair a, Pair b) { return (Pair){vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
+static ALWAYS_INLINE Pair pair_add_scaled(Pair sum, Pair v, float factor) {
+    return (Pair){vfmaq_n_f32(sum.low, v.low, factor), vfmaq_n_f32(sum.high, v.high, factor)};
+}
 static ALWAYS_INLINE float pair_total(Pair a) { return vaddvq_f32(vaddq_f32(a.low, a.high)); }
 static ALWAYS_INLINE Pair pair_multiply(Pair sum, Pair v, const float *x) {
     return (Pair){vfmaq_f32(sum.low, v.low, vld1q_f32(x)), vfmaq_f32(sum.high, v.high, vld1q_f32(x + 4))};
@@ -60,6 +63,7 @@ static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
 #define MULTIPLY pair_multiply
 #define TOTAL pair_total
 #define ADD pair_add
+#define ADD_SCALED pair_add_scaled
 #define ROWS(tokens) (tokens == 8 ? 1 : 2)
 #define STEP_FLOAT32 NEON_FLOAT32
 #define STEP_BFLOAT16 NEON_BFLOAT16

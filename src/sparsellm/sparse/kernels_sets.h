@@ -94,6 +94,11 @@ static ALWAYS_INLINE Eight eight_multiply(Eight sum, Eight v, const float *x) {
     return sum;
 }
 
+static ALWAYS_INLINE Eight eight_add_scaled(Eight sum, Eight v, float factor) {
+    for (int i = 0; i < 8; i++) sum.lane[i] += v.lane[i] * factor;
+    return sum;
+}
+
 static ALWAYS_INLINE float eight_total(Eight a) {
     return ((a.lane[0] + a.lane[4]) + (a.lane[2] + a.lane[6])) + ((a.lane[1] + a.lane[5]) + (a.lane[3] + a.lane[7]));
 }
@@ -132,6 +137,7 @@ static ALWAYS_INLINE void portable_split(uint8_t *to, const uint8_t *p) {
 #define MULTIPLY eight_multiply
 #define TOTAL eight_total
 #define ADD eight_add
+#define ADD_SCALED eight_add_scaled
 #define ROWS(tokens) 1
 #define STEP_FLOAT32 EIGHT_FLOAT32
 #define STEP_BFLOAT16 EIGHT_BFLOAT16

@@ -1,5 +1,6 @@
 /* Include kernels_tile.h for float32 tokens and each type of value, and kernels_integers.h for each form of integers, with SET, TARGET,
-   LANES, SUM, ZERO, MULTIPLY, TOTAL, ADD, ROWS, STEP_... and WORD_INT8 of an instruction set; they end here.
+   LANES, SUM, ZERO, MULTIPLY, TOTAL, ADD, ADD_SCALED, ROWS, STEP_... and WORD_INT8 of an instruction set; they end here.
+     ADD_SCALED(s, t, f)  s + f * t for a float f
      WORD_INT8(v, p, w)   float32 vectors v of 64 columns, whose mask is w, from bytes at p; moves p
      WORD_INT4(v, p, w)   the same from numbers of 4 bits, two to a byte */
 
@@ -53,13 +54,13 @@ static ALWAYS_INLINE TARGET GLUE(Sums_, SET) GLUE(multiply_, SET)(GLUE(Sums_, SE
 
 #define X_BYTES (GROUP * (int)sizeof(float))
 #define SUMS GLUE(Sums_, SET)
-#define RESULT float
+#define RESULT SUM
 #define VECTOR GLUE(Word_, SET)
 #define START(job, t, group) ((SUMS){{ZERO, ZERO}})
 #define MULTIPLY_WORD(sums, v, x) GLUE(multiply_, SET)(sums, &v, x)
-#define SCALE(result, sums, scale) ((result) + (scale) * TOTAL(ADD((sums).v[0], (sums).v[1])))
-#define NOTHING 0
-#define TOTAL_OF(result) (result)
+#define SCALE(result, sums, scale) ADD_SCALED(result, ADD((sums).v[0], (sums).v[1]), scale)
+#define NOTHING ZERO
+#define TOTAL_OF TOTAL
 #define ROWS(tokens) 1
 
 #define NAME GLUE(int8_, SET)
@@ -93,6 +94,7 @@ DECODE_INTEGERS
 #undef MULTIPLY
 #undef TOTAL
 #undef ADD
+#undef ADD_SCALED
 #undef ROWS
 #undef STEP_FLOAT32
 #undef STEP_BFLOAT16

@@ -16,7 +16,16 @@ static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
     _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(p)), _mm_loadu_si128((const __m128i *)number_places[bits]))
 #define AVX2_WIDEN(words) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16))
 #define BITS(w, n) ((w) >> 8 * (n) & 255)
-#define AVX2_BFLOAT16(v, p, w, n) (v = AVX2_WIDEN(AVX2_WORDS(p, BITS(w, n))), p += __builtin_popcountll(BITS(w, n)))
+/* The n-th byte of a mask times 32, the place of its entry in `high_bytes` and `high_words`; it has as many bits as the byte. */
+#define PLACE(w, n) ((n) ? (w) >> ((8 * (n) - 5) & 63) & 0x1fe0 : ((w) & 255) << 5)
+#define AVX2_HIGH(table, data, place) _mm256_shuffle_epi8(data, _mm256_load_si256((const __m256i *)((const char *)(table) + (place))))
+#define AVX2_BFLOAT16(v, p, w, n)                                                                      \
+    do {                                                                                               \
+        uint64_t place = PLACE(w, n);                                                                  \
+        __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)));            \
+        v = _mm256_castsi256_ps(AVX2_HIGH(high_words, words, place));                                  \
+        p += __builtin_popcountll(place);                                                              \
+    } while (0)
 #define AVX2_FLOAT16(v, p, w, n) (v = _mm256_cvtph_ps(AVX2_WORDS(p, BITS(w, n))), p += __builtin_popcountll(BITS(w, n)))
 #define AVX2_FLOAT32(v, p, w, n)                                                                       \
     do {                                                                                               \
@@ -31,11 +40,16 @@ static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
     (_mm_storeu_si128((__m128i *)(to), AVX2_WORDS(p, (w) & 255)), p += __builtin_popcountll((w) & 255))
 #define AVX2_PLACE_NUMBERS(to, p, w) \
     (_mm_storeu_si128((__m128i *)(to), AVX2_NUMBERS(p, (w) & 15)), p += __builtin_popcountll((w) & 15))
-#define AVX2_BYTES(p, bits) \
-    _mm_shuffle_epi8(_mm_loadl_epi64((const __m128i *)(p)), _mm_loadl_epi64((const __m128i *)byte_places[bits]))
+static ALWAYS_INLINE TARGET_AVX2 __m256 avx2_integers(const uint8_t *p, uint64_t place) {
+    int64_t bytes;
+    memcpy(&bytes, p, 8);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(AVX2_HIGH(high_bytes, _mm256_set1_epi64x(bytes), place), 24));
+}
 #define AVX2_WORD_INT8(v, p, w)                                                                        \
-    for (int n = 0; n < 8; n++)                                                                        \
-        v[n] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(AVX2_BYTES(p, BITS(w, n)))), p += __builtin_popcountll(BITS(w, n))
+    UNROLL for (int n = 0; n < 8; n++) {                                                               \
+        uint64_t place = PLACE(w, n);                                                                  \
+        v[n] = avx2_integers(p, place), p += __builtin_popcountll(place);                              \
+    }
 static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) {
     const __m256i low = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
     __m256i bytes = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)p), 0xd8);
@@ -55,6 +69,7 @@ static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) 
 #define MULTIPLY AVX2_MULTIPLY
 #define TOTAL avx2_total
 #define ADD _mm256_add_ps
+#define ADD_SCALED(sum, v, factor) _mm256_fmadd_ps(v, _mm256_set1_ps(factor), sum)
 #define ROWS(tokens) (tokens == 8 ? 1 : 2)
 #define STEP_FLOAT32 AVX2_FLOAT32
 #define STEP_BFLOAT16 AVX2_BFLOAT16
@@ -132,6 +147,7 @@ static ALWAYS_INLINE TARGET_AVX512 void widen_bytes(__m512 v[4], __m512i bytes) 
 #define MULTIPLY AVX512_MULTIPLY
 #define TOTAL _mm512_reduce_add_ps
 #define ADD _mm512_add_ps
+#define ADD_SCALED(sum, v, factor) _mm512_fmadd_ps(v, _mm512_set1_ps(factor), sum)
 #define ROWS(tokens) (tokens == 8 ? 2 : 4)
 #define STEP_FLOAT32 AVX512_FLOAT32_STEP
 #define STEP_BFLOAT16 AVX512_BFLOAT16_STEP
