@@ -145,6 +145,16 @@ def test_resumed_outputs_whose_files_changed(name: str, files: Path, command: Co
     assert command(*words, "--sparsity", "50%,60%,70%", "--resume").exit_code == 0
 
 
+def test_a_finished_output_is_not_measured_on_another_text(files: Path, command: Command) -> None:
+    """It need not be pruned again for that, so that the message names the command that measures."""
+    words = ["prune", "m", "out", "--calibration", "calibration.txt", *WORDS, "--sparsity", "50%"]
+    assert command(*words).exit_code == 0
+    done = command(*words, "--evaluate", "test.txt", "--resume")
+    parts = ("its --evaluate was [], and is now ['test.txt']", "measure out with sparsellm evaluate")
+    refused(done, "out is finished, but not of this run", *parts)
+    assert "--restart" not in done.stderr
+
+
 def test_outputs_of_one_command_are_of_one_model(files: Path) -> None:
     def observe(event: Event) -> None:
         if isinstance(event, NextRun) and event.number == 2:

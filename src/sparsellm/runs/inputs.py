@@ -14,7 +14,7 @@ from sparsellm.data.paths import is_task_file, local_path
 from sparsellm.data.texts import NAMES
 from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.runs.fingerprint import contents, model_fingerprint
+from sparsellm.runs.fingerprint import NOT_DECISIVE, contents, model_fingerprint
 from sparsellm.runs.outputs import read_output
 from sparsellm.runs.publication import Paths
 from sparsellm.runs.recipe import RunRecipe
@@ -111,10 +111,11 @@ def check_kept(folder: Path, recipe: RunRecipe) -> None:
     else:
         difference = changed_input(output.report.inputs, paths.without(current_inputs(recipe)))
     if difference:
-        raise OtherContents(
-            f"{folder} is finished, but not of this run: {difference}. "
-            "Pass the original settings and files, or `restart=True` and `overwrite=True` to start over."
-        )
+        advice = "or `restart=True` and `overwrite=True` to start over"
+        if changed in NOT_DECISIVE:
+            advice = f"and measure {folder} with sparsellm evaluate: its weights do not depend on this"
+        message = f"{folder} is finished, but not of this run: {difference}. Pass the original settings and files, {advice}."
+        raise OtherContents(message)
 
 
 def current_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
