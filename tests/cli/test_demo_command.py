@@ -70,6 +70,7 @@ def test_demo_ends_with_what_to_do_next(
 
 def test_an_output_that_exists_is_told_in_words_of_the_command_line(tmp_path: Path, command: Callable[..., Result]) -> None:
     """Without an option that `demo` does not have; other commands name theirs."""
+    (tmp_path / "file").touch()
     result = command("demo", "--output", tmp_path)
     assert result.exit_code == 1
     assert " ".join(result.stderr.split()).endswith(f"error: {tmp_path} exists. Choose another name.")

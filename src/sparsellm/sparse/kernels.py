@@ -114,7 +114,9 @@ def multiply(
     if x.requires_grad and torch.is_grad_enabled():
         raise InvalidSetting("Packed matrices have no gradients: use torch.no_grad(), or train the unpacked model.")
     if scales is not None and scales.dtype is not torch.bfloat16:  # cast in place since it was checked
-        raise InvalidSetting(f"The scales of a packed matrix are {scales.dtype}; torch.bfloat16 is needed. Load the weight again.")
+        raise InvalidSetting(
+            f"The scales of a packed matrix are {scales.dtype}; torch.bfloat16 is needed. Load the weight again."
+        )
     rows = len(mask)
     if bias is not None and (bias.shape != (rows,) or bias.device != x.device):
         raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
