@@ -23,8 +23,7 @@ from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.records import SavedReport
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.result_records import SavedGradual
-from sparsellm.runs.training_outcome import changed_nothing, describe_losses, describe_outcome, trainings
+from sparsellm.runs.training_outcome import describe_losses, describe_outcome, read_gradual
 from sparsellm.runtime.memory import human_bytes
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
@@ -43,9 +42,8 @@ def task_value(result: Accuracy) -> str:
 def print_summary(console: Console, report: Report, folder: str) -> None:
     """Print the results of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
-    gradual = SavedGradual.model_validate(report.gradual) if report.gradual else None
-    described = gradual.describe(report.recipe) if gradual else describe_outcome(report.recipe, report)
-    described = capitalized(described) if changed_nothing(trainings(report)) else described
+    described = describe_outcome(report.recipe, report)
+    described = capitalized(described) if report.recovered_nothing else described
     print_line(console, f"{report.recipe.model}: {described}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
     if bits := report.totals().get("bits_of_pruned_layers"):
@@ -66,7 +64,7 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             figures = [_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned"))]
             rows.append([name, *figures, *(str(change) if change else "-" for change in changes)])
         show(console, table(head, rows))
-    if gradual:
+    if gradual := read_gradual(report):
         stages, rows = gradual.table()
         if rows:
             show(console, table(stages, rows))

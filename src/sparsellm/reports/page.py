@@ -145,7 +145,7 @@ def verdict(report: SavedReport, verified: bool) -> str:
             part += f" ({', '.join(filter(None, (earlier.short, earlier.change_text)))} before the recovery"
             part += f"; by the recovery {by})" if (by := figure.against(earlier)) else ")"
         parts.append(part)
-    if "pruned" in report.recipe and not report.gradual and changed_nothing(trainings(report)):
+    if "pruned" in report.recipe and changed_nothing(trainings(report)):
         parts.append("nothing was recovered")
     parts += [] if figures else ["perplexity not measured"]
     return "; ".join([*parts, "verified when written" if verified else "not verified"]) + "."
@@ -173,8 +173,8 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     recipe = validated(kind, report.recipe)
     worst = worst_layers_table(report.layers, recipe)
     outcome = "recovered" if recovery else "pruned"
-    described = report.gradual.describe(recipe) if report.gradual else describe_outcome(recipe, report)
-    nothing = recovery and changed_nothing(trainings(report)) and not report.gradual
+    described = describe_outcome(recipe, report)
+    nothing = recovery and changed_nothing(trainings(report))
     if recovery:
         described = f". {capitalized(described)}" if nothing else f" and {described}"
     before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)

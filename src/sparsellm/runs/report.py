@@ -21,8 +21,7 @@ from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import recipe_yaml
 from sparsellm.runs.records import layer_frame
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.result_records import SavedGradual
-from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, trainings
+from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, read_gradual, trainings
 from sparsellm.solvers.statistics import TokenCount
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Report(Summarized):
 
     @property
     def recovered_nothing(self) -> bool:
-        """Whether this is a recovery of which no step lowered a loss: the weights are those of the pruned checkpoint."""
+        """Whether this is a recovery of which no step, of any stage, lowered a loss: the weights are as they were pruned."""
         return isinstance(self.recipe, RecoveryRecipe) and changed_nothing(trainings(self))
 
     def add_before(self, perplexity: Mapping[str, Perplexity]) -> None:
@@ -265,7 +264,7 @@ class Report(Summarized):
     def to_markdown(self) -> str:
         """The model card. It holds no times or dates, so that equal results give equal bytes."""
         origin, recipe = self.origin, self.recipe
-        gradual = SavedGradual.model_validate(self.gradual) if self.gradual else None
+        gradual = read_gradual(self)
         return card.render(
             report=self,
             totals=self.totals(),
@@ -277,7 +276,7 @@ class Report(Summarized):
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
             previous=recipe_yaml(self.pruned["recipe"]) if self.pruned else "",
             gradual=gradual,
-            described=gradual.describe(recipe) if gradual else describe_outcome(recipe, self),
+            described=describe_outcome(recipe, self),
             stages=gradual and gradual.table(),
         )
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
 from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import plus_minus
-
-if TYPE_CHECKING:
-    from sparsellm.runs.recipe import RunRecipe
 
 WHEN = ("pruned", "recovered")
 """When a stage of a gradual pruning is measured."""
@@ -76,11 +73,6 @@ class SavedStage(Record):
     training: dict[str, SavedTraining] = {}
     seconds: Finite = 0.0
 
-    @property
-    def recovered_nothing(self) -> bool:
-        """Whether no step of its trainings lowered a loss, so that the recovery left the weights unchanged."""
-        return bool(self.training) and not any(training.steps for training in self.training.values())
-
 
 class SavedGradual(Record):
     """The stages of a gradual pruning so far, from one sparsity to another."""
@@ -95,14 +87,11 @@ class SavedGradual(Record):
         """Time of all stages."""
         return sum(stage.seconds for stage in self.stages)
 
-    def describe(self, recipe: RunRecipe) -> str:
-        """Describe the pruning and its recoveries in part of a sentence, from the recipe of the last stage."""
-        last = recipe.model_copy(update={"pruned": self.pruned})
-        count, reached = len(self.stages), self.stages[-1].sparsity
+    def describe(self) -> str:
+        """Describe after which prunings the model was trained, in part of a sentence."""
+        count = len(self.stages)
         stages = "one stage" if count == 1 else f"each of {plural(count, 'stage')}"
-        none = [stage.sparsity for stage in self.stages if stage.recovered_nothing]
-        text = f"{last.describe()}, after {stages} of pruning from {self.start} to {reached}"
-        return text + (f"; nothing was recovered at {', '.join(none)}" if none else "")
+        return f"after {stages} of pruning from {self.start} to {self.stages[-1].sparsity}"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Head and lines of a table of the perplexities of each stage, by text; no lines if none was measured."""

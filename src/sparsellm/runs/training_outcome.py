@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsellm.errors import plural
 from sparsellm.runs.records import WHOLE_MODEL
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.result_records import SavedGradual
 
 if TYPE_CHECKING:
     from sparsellm.runs.recipe import RunRecipe
@@ -52,10 +53,19 @@ class Trained(Protocol):
     def recovered(self) -> Training | None: ...
     @property
     def blocks(self) -> Sequence[TrainedBlock]: ...
+    @property
+    def gradual(self) -> SavedGradual | Mapping[str, Any] | None: ...
+
+
+def read_gradual(report: Trained) -> SavedGradual | None:
+    """The stages of a gradual pruning, which a `Report` has as plain data; None for any other run."""
+    return SavedGradual.model_validate(report.gradual) if report.gradual else None
 
 
 def trainings(report: Trained) -> dict[str, Training]:
-    """The trainings of a run, of the whole model or of blocks, by their names."""
+    """The trainings of a run, of the whole model or of blocks, by their names; of a gradual pruning those of all its stages."""
+    if gradual := read_gradual(report):
+        return {f"{stage.sparsity}, {name}": x for stage in gradual.stages for name, x in stage.training.items()}
     found = {WHOLE_MODEL: report.recovered} | {f"block {block.index}": block.refined for block in report.blocks}
     return {name: training for name, training in found.items() if training is not None}
 
@@ -70,9 +80,15 @@ def describe_outcome(recipe: RunRecipe, report: Trained) -> str:
     found = trainings(report)
     if not isinstance(recipe, RecoveryRecipe) or not found:
         return recipe.describe()
+    after = ""
+    if gradual := read_gradual(report):
+        recipe, after = recipe.model_copy(update={"pruned": gradual.pruned}), f", {gradual.describe()}"
     if changed_nothing(found):
         none = f"none of {recipe.describe_steps()} lowered the held-out loss"
-        return f"nothing was recovered from {PurePath(recipe.pruned).name}: {none}"
+        return f"nothing was recovered from {PurePath(recipe.pruned).name}{after}: {none}"
+    if gradual:
+        none = ", ".join(stage.sparsity for stage in gradual.stages if changed_nothing(stage.training))
+        return recipe.describe() + after + (f"; nothing was recovered at {none}" if none else "")
     unchanged = sum(not training.steps for training in found.values())
     kept = f", {unchanged} of {plural(len(found), 'block')} unchanged, since no step lowered the loss" if unchanged else ""
     return recipe.describe() + kept

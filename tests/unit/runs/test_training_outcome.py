@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from sparsellm.cli.display import print_summary
 from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
+from sparsellm.reports.measures import capitalized
+from sparsellm.reports.page import verdict
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.records import SavedReport
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.result_records import SavedGradual
 from sparsellm.runs.training_outcome import describe_losses, describe_outcome, why_unchanged
 
 UNTRAINED = TrainingResult(0.0, 0.0, 0, "not refined: there is only one group of sequences, and none can be held out")
@@ -80,11 +86,51 @@ def test_the_reason_comes_with_the_option_to_change(tmp_path: Path) -> None:
     assert why_unchanged(RISEN, best).endswith("unchanged. Use more `samples`")
 
 
-@pytest.mark.parametrize(("last", "told"), [(0, True), (12, False)])
-def test_a_stage_that_recovered_nothing_is_named(last: int, told: bool, tmp_path: Path) -> None:
-    """Of a gradual pruning."""
-    training = {"whole model": {"before": 0.1, "after": 0.1, "steps": 12}}
-    stages = [{"sparsity": "60%", "training": training}]
-    stages.append({"sparsity": "70%", "training": {"whole model": training["whole model"] | {"steps": last}}})
-    gradual = SavedGradual.model_validate({"pruned": "p50", "from": "50%", "to": "70%", "stages": stages})
-    assert gradual.describe(recovery(tmp_path)).endswith("; nothing was recovered at 70%") == told
+def gradual(tmp_path: Path, *steps: int, **settings: Any) -> Report:
+    """A report of stages of a gradual pruning, whose trainings kept the state after these steps."""
+    losses, perplexity = {"before": 0.1, "after": 0.1}, {"value": 9.0, "standard_error": 0.5}
+    measured = {"demo": {"pruned": perplexity, "recovered": perplexity}}
+    stages = [
+        {"sparsity": f"{number}0%", "perplexity": measured, "training": {"whole model": losses | {"steps": kept}}}
+        for number, kept in enumerate(steps, 6)
+    ]
+    last = report_of(recovery(tmp_path, **settings), recovered=TrainingResult(0.1, 0.1, steps[-1]))
+    last.environment, last.seconds = {"sparsellm": "1"}, {"total": 1.0}
+    last.gradual = {"pruned": "p40", "from": "40%", "to": "80%", "stages": stages}
+    return last
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((12, 12), "recovered from p40 by {}, after each of 2 stages of pruning from 40% to 70%"),
+        ((12, 0), "recovered from p40 by {}, after each of 2 stages of pruning from 40% to 70%; nothing was recovered at 70%"),
+        ((0, 12), "recovered from p40 by {}, after each of 2 stages of pruning from 40% to 70%; nothing was recovered at 60%"),
+        (
+            (0, 0),
+            "nothing was recovered from p40, after each of 2 stages of pruning from 40% to 70%: "
+            "none of {} lowered the held-out loss",
+        ),
+        (
+            (0,),
+            "nothing was recovered from p40, after one stage of pruning from 40% to 60%: none of {} lowered the held-out loss",
+        ),
+    ],
+)
+def test_a_gradual_pruning_is_described_by_what_its_stages_did(steps: tuple[int, ...], said: str, tmp_path: Path) -> None:
+    """It recovered nothing where none of its stages did, not where only the last one did not, and so say all who tell it."""
+    report = gradual(tmp_path, *steps)
+    said = said.format("30 gradient steps over the whole model")
+    assert describe_outcome(report.recipe, report) == said
+    nothing = not any(steps)
+    assert report.recovered_nothing == nothing
+    assert report.summary()["model"] == f"m, {'pruned; ' if nothing else 'pruned and '}{said}"
+    console = Console(file=StringIO(), width=1000)
+    print_summary(console, report, "out")
+    assert console.file.getvalue().startswith(f"m: {capitalized(said) if nothing else said}\n")
+    card = report.to_markdown()
+    assert said in card
+    assert "| 60% | demo | 9.0" in card
+    assert "which was recovered" not in card
+    page = verdict(SavedReport.model_validate(json.loads(report.to_json())), verified=True)
+    assert ("nothing was recovered" in page) == nothing
