@@ -21,7 +21,7 @@ import sparsellm
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import Difference, Parts
 from sparsellm.reports.compare import Comparison, _notes, read_comparison
-from sparsellm.reports.page import comparison_page
+from sparsellm.reports.page import comparison_page, verdict
 from sparsellm.runs.records import SavedPair, SavedReport
 from sparsellm.runs.result_records import SavedFigure
 from sparsellm.runtime.memory import human_bytes
@@ -88,6 +88,19 @@ def test_the_table_holds_what_the_reports_say(runs: Path) -> None:
     assert layers.pop("") == ["layer", "half", "two-four"]
     assert list(layers) == sorted(ratios, key=lambda name: -ratios[name])[:5]
     assert layers[next(iter(layers))] == [f"{errors[next(iter(layers))]:.3g}" for errors in errors_by_run]
+
+
+@pytest.mark.parametrize(("name", "sparsity"), [("half", "50%"), ("two-four", "2:4")])
+def test_a_recovery_has_the_pattern_of_its_layers(runs: Path, name: str, sparsity: str) -> None:
+    """Its recipe has no sparsity; 2:4 and 50 % are as many zeros."""
+    read = read_comparison([runs / name, runs / "short"])
+    recipe = {key: value for key, value in read.runs[0].report.recipe.items() if key not in ("sparsity", "method")}
+    report = read.runs[0].report.model_copy(update={"recipe": recipe | {"pruned": name}})
+    comparison = replace(read, runs=(*read.runs, replace(read.runs[0], name="recovered", report=report)))
+    table = cells(comparison, 0)
+    assert table["recovered"][:2] == ["recovered", sparsity]
+    assert table["recovered"][2:] == table[name][2:]
+    assert verdict(report, verified=True).startswith("2:4 sparsity, ") == (sparsity == "2:4")
 
 
 def made_up(comparison: Comparison, *runs: tuple[float, float]) -> Comparison:

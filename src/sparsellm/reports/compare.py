@@ -132,7 +132,8 @@ class Comparison:
         lines = [[*line, *(_measured(dense.get(task)) for task in tasks), "", ""]]
         for run, by_key in zip(self.runs, figures, strict=True):
             totals, errors = run.report.totals, [error for error in run.errors.values() if math.isfinite(error)]
-            pattern = run.report.recipe.get("sparsity") or f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
+            recipe, zeros = run.report.recipe, f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
+            pattern = recipe.get("sparsity") or run.report.n_m or zeros  # a recovery's recipe has no sparsity
             line = [run.name, run.method, str(pattern), f"{100 * totals.sparsity_of_model:.1f} %"]
             for key in columns:
                 change = by_key[key].difference if key in by_key else None

@@ -44,7 +44,6 @@ from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import REPORT, SavedReport, read_record
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, trainings
-from sparsellm.solvers.patterns import NM
 
 
 def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
@@ -132,8 +131,7 @@ def verdict(report: SavedReport, verified: bool) -> str:
     Args:
         verified: Whether the output was read back and verified when it was written.
     """
-    patterns = {layer.pattern for layer in report.layers}
-    pattern = f"{patterns.pop()} sparsity, " if len(patterns) == 1 and all(isinstance(x, NM) for x in patterns) else ""
+    pattern = f"{report.n_m} sparsity, " if report.n_m else ""
     parts = [f"{pattern}{_percent(report.totals.sparsity_of_pruned_layers)} of the weights in the pruned layers removed"]
     figures = evaluations(report)
     before = evaluations(report.pruned) if report.pruned else {}

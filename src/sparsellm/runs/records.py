@@ -20,6 +20,7 @@ from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.result_records import Finite, Index, Number, Record, SavedFigure, SavedGradual, SavedTraining
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
+from sparsellm.solvers.patterns import NM
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -183,6 +184,12 @@ class SavedReport(Record):
     def layers(self) -> list[SavedLayer]:
         """Every pruned layer, in order."""
         return [layer for block in self.blocks for layer in block.layers]
+
+    @property
+    def n_m(self) -> str:
+        """The N:M pattern of all pruned layers, as "2:4", also of a recovery; empty if they have none in common."""
+        patterns = {layer.pattern for layer in self.layers}
+        return str(patterns.pop()) if len(patterns) == 1 and all(isinstance(x, NM) for x in patterns) else ""
 
     def __repr__(self) -> str:
         totals = self.totals
