@@ -29,7 +29,7 @@ from sparsellm.evaluation.differences import Parts
 from sparsellm.methods import BlockResult
 from sparsellm.reports.commands import sweep_yaml
 from sparsellm.reports.comparison import Row, grid, table, to_csv, to_json, to_latex, to_markdown
-from sparsellm.reports.measures import Figure, mean_over_seeds
+from sparsellm.reports.measures import Figure, error_legend, mean_over_seeds
 from sparsellm.reports.page import sweep_verdict
 from sparsellm.reports.sweep_cells import Sweep
 from sparsellm.reports.sweep_file import read_sweep
@@ -440,7 +440,7 @@ def test_figures_beside_the_paper_s(tmp_path: Path) -> None:
     assert data["cells"][-1]["error"] == "out of luck"
     text = to_markdown(sweep, rows)
     assert "17.00 ± 0.58 (paper 20.00, ×0.85)" in text
-    assert "over 3 seeds" in text
+    assert "over 2 to 3 seeds" in text
     assert "Paper: Someone 2024, Table 1." in text
     assert "demo:opt, wanda, 2:4 (failed)" in text
     latex = to_latex(sweep, rows)
@@ -491,6 +491,35 @@ def test_a_combination_is_best_only_beyond_the_error_of_the_difference(tmp_path:
     others = [replace(rows[0], figures={"perplexity demo": figure(0, 0, 0, 0, digest="other")}), rows[1], rows[2]]
     assert "by a difference of unknown error, at 50% (239)" in sweep_verdict(sweep, others, [])[1]
     assert "demo: alps at 50% (239)." in sweep_verdict(sweep, rows[:1], [])[1], "nothing is best of one"
+
+
+OVER_ITEMS, ALONE = "over sequences or questions", Figure(3.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("figures", "over"),
+    [
+        ([ALONE], OVER_ITEMS),
+        ([Figure(3.0, 0.2, dense=ALONE)], OVER_ITEMS),
+        ([Figure(3.0, 0.2, seeds=2)], "over 2 seeds"),
+        ([Figure(3.0, 0.2, dense=ALONE, seeds=2), Figure(60.0)], f"over 2 seeds, of the dense model {OVER_ITEMS}"),
+        ([Figure(3.0, 0.2, seeds=2), ALONE], f"over 2 seeds, of a single run {OVER_ITEMS}"),
+        (
+            [Figure(3.0, 0.2, dense=ALONE, seeds=2), Figure(3.0, 0.2, seeds=3), ALONE],
+            f"over 2 to 3 seeds, of a single run and of the dense model {OVER_ITEMS}",
+        ),
+    ],
+)
+def test_the_legend_says_what_every_error_is_over(figures: list[Figure], over: str) -> None:
+    """The dense model is measured once, and so is a row of which one cell is finished."""
+    assert error_legend(figures)[0] == f"± is the standard error {over}."
+
+
+def test_an_error_of_zero_is_shown() -> None:
+    """Over seeds that change nothing, and over questions of which all are answered; one that is not known is not."""
+    assert mean_over_seeds([Figure(10.0, 1.0), Figure(10.0, 1.0)]).measured == "10.00 ± 0.00"
+    assert Figure(1.0, 0.0, share=True).measured == "100.0 ± 0.0 %"
+    assert Figure(10.0).measured == "10.00"
 
 
 def test_the_error_of_a_mean_over_seeds_has_both_parts() -> None:

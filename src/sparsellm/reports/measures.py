@@ -184,11 +184,18 @@ def capitalized(text: str) -> str:
 
 def error_legend(figures: Iterable[Figure]) -> list[str]:
     """What ± is in a table of figures and their changes from the dense model, in sentences."""
-    figures = list(figures)
-    seeds = max((figure.seeds for figure in figures), default=1)
-    lines = [f"± is the standard error over {f'{seeds} seeds' if seeds > 1 else 'sequences or questions'}."]
+    figures, over_items = list(figures), "over sequences or questions"
+    seeds = sorted({figure.seeds for figure in figures if figure.seeds > 1})
+    if seeds:
+        count = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
+        alone = any(x.seeds == 1 and x.standard_error is not None for x in figures)
+        dense = any(x.dense and x.dense.standard_error is not None for x in figures)
+        others = " and ".join(["of a single run"] * alone + ["of the dense model"] * dense)
+        lines = [f"± is the standard error over {count} seeds{f', {others} {over_items}' if others else ''}."]
+    else:
+        lines = [f"± is the standard error {over_items}."]
     if any(x.difference and x.difference.standard_error is not None for x in figures):
-        more = ", and over seeds" if seeds > 1 else ""
+        more = ", and over seeds" if seeds else ""
         lines.append(f"± of a change is that of the difference on the same sequences or questions{more}.")
     if any(x.difference and x.difference.standard_error is None for x in figures):
         reasons = "other sequences, a single one, or a report of an earlier version"
@@ -212,4 +219,4 @@ def value_with_error(value: float, error: float | None = None) -> str:
     size = abs(value)
     decimals = 0 if size >= 1000 else 1 if size >= 100 or (error or 0) >= 1 else 2 if size >= 1 else 3
     text = f"{value:.3g}" if size < 1 else f"{value:,.{decimals}f}"
-    return f"{text} ± {error:,.{decimals}f}" if error else text
+    return f"{text} ± {error:,.{decimals}f}" if error is not None else text
