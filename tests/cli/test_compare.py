@@ -140,13 +140,30 @@ def test_no_difference_is_claimed_within_its_error(runs: Path) -> None:
     assert cells(unsure, 1) == {
         "": ["run", "words.txt"],
         "half": ["no difference measurable (+4.8 ± 3.0 %)"],
-        "two-four": ["lowest"],
+        "two-four": ["reference"],
     }
     assert unsure.notes == ("No difference measurable from the dense model on words.txt: half.",)
     page = comparison_page(unsure)
     assert "no difference measurable (+4.8 ± 3.0" in page
     data = unsure.to_dict()["runs"][0]["figures"]["perplexity words.txt"]
     assert data["change_error"] == pytest.approx(0.0289, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("half", "two_four", "marks"),
+    [
+        ((0.1, 0.001), (0.2, 0.002), ["lowest", "+10.57 ± 0.03 %"]),
+        ((0.1, 0.001), (0.1, 0.001), ["reference", "no difference measurable (+0.0 ± 0.0 %)"]),  # the same weights
+        ((0.1, 0.0), (0.101, 0.1), ["reference", "no difference measurable (+5.2 ± 3.0 %)"]),
+    ],
+)
+def test_the_best_is_called_so_only_if_it_differs(
+    runs: Path, half: tuple[float, float], two_four: tuple[float, float], marks: list[str]
+) -> None:
+    read = made_up(read_comparison([runs / "half", runs / "two-four"]), half, two_four)
+    table = cells(read, 1)
+    assert [table["half"][0], table["two-four"][0]] == marks
+    assert list(read.tables())[1] == "Differences between the runs"
 
 
 def test_other_sequences_are_not_paired(runs: Path) -> None:
@@ -158,7 +175,7 @@ def test_other_sequences_are_not_paired(runs: Path) -> None:
             assert pair.pruned
             pair.pruned.parts = parts
         other = replace(read, runs=(replace(read.runs[0], report=report), read.runs[1]))
-        assert cells(other, 1)["two-four"] == ["+10.6 %, error unknown"]
+        assert [cells(other, 1)[name] for name in ("half", "two-four")] == [["reference"], ["+10.6 %, error unknown"]]
         assert next(iter(other.runs[0].figures.values())).difference == Difference(pytest.approx(math.expm1(0.1005)), None)
         assert list(_notes(other.runs, []))[-1].startswith("Difference without a known error")
 

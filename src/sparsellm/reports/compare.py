@@ -145,7 +145,7 @@ class Comparison:
             ]
             lines.append(line)
         layers, differences = self._layers(), self._differences([*columns, *tasks])
-        shown = {"Differences from the best run": differences} if len(differences[0]) > 1 else {}
+        shown = {"Differences between the runs": differences} if len(differences[0]) > 1 else {}
         shown |= {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
         return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
 
@@ -157,7 +157,7 @@ class Comparison:
         return {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
 
     def _differences(self, keys: Sequence[Sequences | str]) -> Table:
-        """How the runs differ from the best one, on each text and task."""
+        """How the runs differ from the best one, on each text and task, which is called so only if it is measurable."""
         rankings = self.rankings()
         kept = [key for key in keys if key in rankings]
         head = ["run", *_column_names([key for key in kept if not isinstance(key, str)])]
@@ -165,7 +165,7 @@ class Comparison:
 
         def cell(name: str, ranking: Ranking[str]) -> str:
             if name == ranking.best:
-                return ranking.extreme
+                return ranking.mark
             return str(ranking.differences.get(name) or "-")
 
         return head, [[run.name, *(cell(run.name, rankings[key]) for key in kept)] for run in self.runs]

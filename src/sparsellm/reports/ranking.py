@@ -12,6 +12,9 @@ from sparsellm.reports.measures import Figure
 
 Name = TypeVar("Name", bound=Hashable)
 
+REFERENCE = "reference"
+"""What stands beside differences where nothing is said to be best."""
+
 
 @dataclass(frozen=True)
 class Ranking(Generic[Name]):
@@ -30,6 +33,11 @@ class Ranking(Generic[Name]):
     def extreme(self) -> str:
         """What the best value is: "highest" or "lowest"."""
         return "highest" if self.figure.share else "lowest"
+
+    @property
+    def mark(self) -> str:
+        """What is said of the best beside the differences from it: the extreme if it differs measurably from every other."""
+        return self.extreme if len(self.those(measurable=True)) == len(self.differences) else REFERENCE
 
     def those(self, *, measurable: bool | None) -> list[Name]:
         """The others whose difference from the best is measurable, is not, or has an unknown error (None)."""
