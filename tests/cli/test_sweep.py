@@ -37,6 +37,7 @@ from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, r
 from sparsellm.runs import cached_allocation, measuring, run, stages
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.records import SavedReport
+from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]
 AXES = {"model": ["demo:opt"], "method": ["magnitude", "wanda"], "sparsity": [0.7, "2:4"]}
@@ -591,6 +592,16 @@ def test_the_list_runs_nothing(tmp_path: Path, command: Command) -> None:
     assert done.exit_code == 0
     assert done.stdout.count("open") >= 4
     assert not (tmp_path / "out").exists()
+
+
+def test_the_list_is_of_the_selected_cells(tmp_path: Path, command: Command) -> None:
+    """As without --list, an unknown axis or label is refused, and so is a selection without cells."""
+    file = written(tmp_path)
+    words = ("sweep", file, tmp_path / "out", "--list", "--only")
+    done = command(*words, "method=wanda", "--only", "sparsity=2:4")
+    assert (done.stdout.count("open"), done.stdout.count("magnitude")) == (1, 0)
+    refused(command(*words, "method=wnada"), "unknown label of 'method': 'wnada'")
+    refused(command(*words, "effort=fast"), "unknown axis: 'effort'")
 
 
 def test_one_recipe_s_patterns_read_as_in_a_recipe(tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ SweepOut = Annotated[
 ]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Run the small version that the file describes under `smoke:`.")]
 OnlyCells = Annotated[
-    list[str] | None, typer.Option("--only", metavar="AXIS=LABEL", help="Run only the cells with this label on this axis.")
+    list[str] | None,
+    typer.Option("--only", metavar="AXIS=LABEL", help="Run or list only the cells with this label on this axis."),
 ]
 Changes = Annotated[
     list[str] | None,

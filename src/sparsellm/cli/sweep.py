@@ -69,7 +69,7 @@ def sweep(
         cells = read_sweep(file, smoke=smoke, changes=changes or ())
         folder = local_path(output or Path(file).stem)
         if list_cells:
-            outcomes = read_outcomes(cells, folder)
+            outcomes = read_outcomes(cells, folder, only or ())
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
             stdout.print(text_table(["cell", "state", "recipe"], lines, words=True))
             if cells.ignored:

@@ -208,9 +208,9 @@ def run_sweep(
     return read_outcomes(sweep, path)
 
 
-def read_outcomes(sweep: Sweep, folder: str | Path) -> list[Outcome]:
-    """The current state of each cell."""
-    return [CellFolder(Path(folder), cell).outcome() for cell in sweep.cells]
+def read_outcomes(sweep: Sweep, folder: str | Path, only: Sequence[str] = ()) -> list[Outcome]:
+    """The current state of each cell, or of those that `only` selects, see `Sweep.at`."""
+    return [CellFolder(Path(folder), cell).outcome() for cell in sweep.at(only)]
 
 
 def saved_sweep(folder: str | Path) -> Sweep:
