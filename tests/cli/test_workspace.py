@@ -105,7 +105,7 @@ def test_interrupted_and_resumed(
         assert [file.name for file in out.iterdir()] == [WORK]
     ends(-1, KeyboardInterrupt)
     refused(command("prune", model, out, *base), "is unfinished", "--resume", "--restart")
-    refused(command("prune", model, out, *base, "--seed", 1, "--resume"), "recipe.seed was 0, now 1")
+    refused(command("prune", model, out, *base, "--seed", 1, "--resume"), " --seed was 0, now 1. Pass")
     assert command("prune", model, out, *base, "--resume").exit_code == 0
     assert same(out, tmp_path / "whole")
     assert not (out / WORK).exists()
@@ -316,7 +316,7 @@ def test_an_error_before_the_journal_is_read_keeps_it(
         ran = command(*base, "--resume")
     assert "interrupted; blocks that were finished before are kept: pass --resume" in " ".join(ran.stderr.split())
     ran = command(*base, "--seed", 1, "--resume")
-    refused(ran, "recipe.seed was 0, now 1", "--restart")
+    refused(ran, "--seed was 0, now 1", "--restart")
     assert "pass --resume" not in ran.stderr
     assert command(*base, "--resume").exit_code == 0
 

@@ -271,7 +271,7 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "model", "more"),
-    [("recipe.sparsity", "llama", ("--sparsity", "60%")), ("file config.json", "opt", ())],
+    [("--sparsity", "llama", ("--sparsity", "60%")), ("file config.json", "opt", ())],
 )
 def test_processes_that_differ_are_refused(
     name: str, model: str, more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path

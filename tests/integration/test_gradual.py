@@ -110,7 +110,7 @@ def test_a_killed_run_continues_at_its_stage(
     processes.kill_after_first_block(server, ["recover", pruned, out, *words], tmp_path / "out-stages" / "70-pruned")
     written = (first / "model.safetensors").stat().st_mtime_ns
     refused(command("recover", pruned, out, *words), "is unfinished", "--resume")
-    refused(command("recover", pruned, out, *words, "--resume", "--seed", 1), "a stage of another run: seed was 0, now 1")
+    refused(command("recover", pruned, out, *words, "--resume", "--seed", 1), "a stage of another run: --seed was 0, now 1")
     other = (*words[:-1], 3)
     refused(command("recover", pruned, out, *other, "--resume"), "61.3, which is no stage of this run")
     ran = command("recover", pruned, out, *words, "--resume")

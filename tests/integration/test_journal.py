@@ -144,6 +144,10 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     Journal.begin(tmp_path / "work", PRINT)
     with pytest.raises(CannotResume, match=r"samples was 6, now 7; sparsity was '60%', now '70%'.*`restart=True`"):
         Journal.resume(tmp_path / "work", PRINT | {"samples": 7, "sparsity": "70%"})
+    with pytest.raises(CannotResume, match=r"run that was started: `sparsity` was None, now '65%'\. Pass"):
+        Journal.resume(tmp_path / "work", PRINT | {"recipe.sparsity": "65%"})
+    with pytest.raises(CannotResume, match=r"run that was started: file recipe\.sparsity was None, now 1\. Pass"):
+        Journal.resume(tmp_path / "work", PRINT | {"file recipe.sparsity": 1})
     with pytest.raises(CannotResume, match=r"seed was None, now 1"):
         Journal.resume(tmp_path / "work", PRINT | {"seed": 1})
     for text in ('{"format": 0, "fingerprint": {}}\n', '{"format": 1}\n'):

@@ -29,6 +29,9 @@ SCALES = ".weight_scale"
 JOURNAL = "journal.jsonl"
 """File name of the journal."""
 
+OF_RECIPE = "recipe."
+"""What the names of a recipe's fields begin with in a fingerprint."""
+
 
 class Journal:
     """A work directory with one line of JSON, and possibly a tensor file, for each finished step of a run.
@@ -277,12 +280,18 @@ def _chain_digest(previous: str, entry: Mapping[str, Any]) -> str:
     return hashlib.sha256((previous + json.dumps(entry)).encode()).hexdigest()[:32]
 
 
+def in_words(name: str) -> str:
+    """The name of an entry of a fingerprint for a message: of a recipe's field the setting, between backticks."""
+    return f"`{name.removeprefix(OF_RECIPE)}`" if name.startswith(OF_RECIPE) else name
+
+
 def _check_fingerprint(fingerprint: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     """Raise CannotResume where the fingerprint differs from that of the interrupted run."""
     current = json.loads(json.dumps(dict(fingerprint)))
     changed = sorted(name for name in current.keys() | stored.keys() if current.get(name) != stored.get(name))
     if changed:
-        differences = "; ".join(f"{name} was {stored.get(name)!r}, now {current.get(name)!r}" for name in changed[:3])
+        named = {in_words(name): (stored.get(name), current.get(name)) for name in changed[:3]}
+        differences = "; ".join(f"{name} was {before!r}, now {now!r}" for name, (before, now) in named.items())
         raise CannotResume(
             f"This is not the run that was started: {differences}. Pass the original settings, or `restart=True`."
         )

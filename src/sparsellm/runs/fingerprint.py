@@ -24,7 +24,7 @@ from sparsellm.checkpoints.documents import CONFIG
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.data.padding import token_digest
-from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.pruning.journal import JOURNAL, OF_RECIPE, Journal
 from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import RULES
@@ -70,7 +70,8 @@ def fingerprint(
         source: The dense model; one in memory has no digests.
         windows: Calibration tokens, (samples, seq).
     """
-    decisive = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
+    settings = recipe.model_dump(mode="json", exclude=set(NOT_DECISIVE))
+    decisive = {f"{OF_RECIPE}{name}": value for name, value in settings.items()}
     if recipe.allocation_rule not in RULES:
         decisive["contents of `allocation`"] = contents(Path(recipe.allocation_rule))
     if isinstance(source, Checkpoint):

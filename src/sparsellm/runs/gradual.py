@@ -130,8 +130,9 @@ class GradualPruning:
         stored |= {"pruned checkpoint": gradual.get("digest"), "stages": [stage["sparsity"] for stage in gradual["stages"]]}
         for name, value in expected.items():
             if stored.get(name) != value:
+                entry = name if name == "pruned checkpoint" else f"`{name}`"
                 raise CannotResume(
-                    f"{folder} is a stage of another run: {name} was {stored.get(name)!r}, now {value!r}. "
+                    f"{folder} is a stage of another run: {entry} was {stored.get(name)!r}, now {value!r}. "
                     "Pass the original settings, or `restart=True`."
                 )
         if difference := changed_input(content.get("inputs", {}), Paths(recipe).without(current_inputs(recipe))):

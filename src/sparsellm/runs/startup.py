@@ -13,7 +13,7 @@ from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
 from sparsellm.models.sparse_matmul import max_density
-from sparsellm.pruning.journal import Journal
+from sparsellm.pruning.journal import OF_RECIPE, Journal, in_words
 from sparsellm.runs.compute_dtype import choose_products
 from sparsellm.runs.events import DIGESTING, Note, Observer, Stage, add_note
 from sparsellm.runs.fingerprint import fingerprint
@@ -27,7 +27,7 @@ from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import alternatives, collectives
 from sparsellm.runtime.products import uses_onednn
 
-OF_ONE = ("environment.device", "recipe.device")
+OF_ONE = ("environment.device", f"{OF_RECIPE}device")
 """Settings that may differ between the processes of a run."""
 
 
@@ -86,7 +86,7 @@ def check_alike(message: Mapping[str, Any]) -> None:
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 raise InvalidSetting(
-                    f"Process {number} differs from process 0: {name} is {other.get(name)!r} instead of "
+                    f"Process {number} differs from process 0: {in_words(name)} is {other.get(name)!r} instead of "
                     f"{first.get(name)!r}. Start all processes with the same command, versions and files."
                 )
 
