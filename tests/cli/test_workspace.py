@@ -18,7 +18,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from sparsellm import prune
-from sparsellm.errors import TooLarge, VerificationFailed
+from sparsellm.errors import BadCheckpoint, TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import JOURNAL, Journal
@@ -73,6 +73,40 @@ def same(one: Path, other: Path) -> bool:
     a, b = weights_of(one), weights_of(other)
     card = (one / "README.md").read_bytes() == (other / "README.md").read_bytes()
     return card and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_an_unfinished_output_is_no_model(words: tuple[object, ...], tmp_path: Path, command: Command) -> None:
+    """Every command that reads a model, or the report of a run, says what the matter is, and writes nothing."""
+    model, *rest = words
+    out, other = tmp_path / "out", tmp_path / "x"
+    (out / WORK).mkdir(parents=True)
+    (out / WORK / JOURNAL).write_text("{}\n")
+    for line in (
+        ("pack", out, other),
+        ("inspect", out),
+        ("inspect", model, "--against", out),
+        ("evaluate", out, "--text", "demo"),
+        ("evaluate", model, "--text", "demo", "--against", out),
+        ("plan", out, *rest),
+        ("prune", out, other, *rest),
+        ("recover", out, other, "--calibration", "demo"),
+        ("bench", out),
+        ("verify", out),
+        ("report", out),
+        ("compare", out, other),
+    ):
+        refused(command(*line), f"{out} is unfinished. Finish it first: resume the run that writes it.")
+    with pytest.raises(BadCheckpoint, match=r"out is unfinished\. Finish it first"):
+        prune(out, "magnitude", "50%")
+    assert not other.exists()
+
+
+def test_an_output_that_is_being_replaced_is_a_model_until_then(
+    words: tuple[object, ...], tmp_path: Path, command: Command
+) -> None:
+    copied = Path(shutil.copytree(str(words[0]), tmp_path / "out"))
+    (copied / WORK).mkdir()
+    assert command("inspect", copied).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,12 @@ WEIGHTS = frozenset({
 })  # fmt: skip
 """Suffixes of files with weights, also in other formats."""
 
+WORK = ".sparsellm"
+"""Name of the work folder in an unfinished output; a finished output has none."""
+
+UNFINISHED = "is unfinished. Finish it first: resume the run that writes it."
+"""What is said of an output that is read before it is finished."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes an adapter of PEFT, which transformers would load with a model or in its place."""
 
@@ -66,6 +72,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether a folder is an output that was begun and is not written; an output that is being replaced is there until then."""
+    return (folder / WORK).is_dir() and not (folder / "config.json").exists()
+
+
 def is_hub_name(name: str) -> bool:
     """Return whether a model's name is a hub name: neither a local path nor a bundled model."""
     return not name.startswith((DEMO, ".", "/", "~")) and name.count("/") < 2 and not Path(name).exists()
@@ -81,7 +92,7 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
 
     Raises:
         InvalidSetting: `revision` is set for a local checkpoint.
-        BadCheckpoint: There is no such folder or model.
+        BadCheckpoint: There is no such folder or model, or it is an unfinished output.
         Unreachable: The hub cannot be reached.
     """
     return find_local(name, revision) or _download(name, revision, with_code)
@@ -95,6 +106,8 @@ def find_local(name: str, revision: str | None = None) -> Path | None:
         return demo.model_path(name.removeprefix(DEMO))
     path = local_path(name)
     if path.is_dir():
+        if is_begun(path):
+            raise BadCheckpoint(f"{name} {UNFINISHED}")
         return path
     if path.exists():
         raise BadCheckpoint(f"{name} is a file. Name the folder that holds config.json and the weights.")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.files import find_checkpoint, find_local
+from sparsellm.checkpoints.files import UNFINISHED, find_checkpoint, find_local, is_begun
 from sparsellm.data.json_files import Unreadable, read_bytes
 from sparsellm.data.paths import check_machine, local_path
 from sparsellm.data.texts import check_text
@@ -74,6 +74,8 @@ def check_results(folder: str | Path) -> Path:
     check_machine()
     path = folder_path(folder)
     if not is_sweep(path) and not (path / REPORT).is_file():
+        if is_begun(path):
+            raise InvalidSetting(f"{folder} {UNFINISHED}")
         problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
         raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")
     return path

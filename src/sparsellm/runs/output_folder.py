@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+from sparsellm.checkpoints.files import UNFINISHED
 from sparsellm.data.json_files import is_text
 from sparsellm.data.paths import check_machine, local_path
 from sparsellm.errors import InvalidSetting, OutputExists
@@ -113,7 +114,7 @@ def check_finished(output: str | Path) -> Path:
     check_machine()
     folder = local_path(output)
     if (folder / WORK).exists():
-        raise InvalidSetting(f"{output} is unfinished. Finish it first: resume the run that writes it.")
+        raise InvalidSetting(f"{output} {UNFINISHED}")
     check_report(folder)
     return folder
 

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from sparsellm.checkpoints.files import WORK as WORK
 from sparsellm.data.paths import local_path
 from sparsellm.errors import CannotResume, OutputExists
-
-WORK = ".sparsellm"
-"""Name of the work folder in an unfinished output; a finished output has none."""
 
 LOCK = "lock"
 """Lock file in the work folder; the operating system releases it when the process that holds it ends."""
