@@ -19,6 +19,7 @@ from sparsellm.reports.sweep_runner import CellFolder, read_outcomes, saved_swee
 from sparsellm.runs.early_checks import check_results
 from sparsellm.runs.output_folder import is_sweep
 from sparsellm.runs.records import REPORT, SavedPair, SavedReport, load_report
+from sparsellm.runs.training_outcome import changed_nothing, trainings
 from sparsellm.runtime.memory import human_bytes
 
 WEIGHTS = (".safetensors", ".bin")
@@ -58,7 +59,7 @@ class ComparedRun:
         """The method, with the effort or variant of the method sparsellm."""
         recipe = self.report.recipe
         if "pruned" in recipe:
-            return "recovered"
+            return "nothing recovered" if changed_nothing(trainings(self.report)) else "recovered"
         variant = "as published" if recipe.get("as_published") else recipe.get("effort", "standard")
         plain = recipe.get("method") != "sparsellm" or variant == "standard"
         return str(recipe.get("method")) if plain else f"sparsellm, {variant}"
@@ -283,7 +284,9 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."
     yield from _differences_from_dense(runs)
     ours = {
-        run.method.startswith("sparsellm") and "as published" not in run.method for run in runs if run.method != "recovered"
+        run.method.startswith("sparsellm") and "as published" not in run.method
+        for run in runs
+        if "pruned" not in run.report.recipe
     }
     if len(ours) > 1:
         yield "Errors of the method sparsellm are relative to the dense stream, those of others to the layer's own output."

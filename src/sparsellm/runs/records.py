@@ -19,6 +19,8 @@ from sparsellm.runs.output_folder import folder_path
 from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.result_records import Finite, Index, Number, Record, SavedFigure, SavedGradual, SavedTraining
 from sparsellm.runs.speed_record import Bench
+from sparsellm.runs.training_outcome import WHOLE_MODEL as WHOLE_MODEL
+from sparsellm.runs.training_outcome import changed_nothing, trainings
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import NM
 
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
 
 TRAINING_STATE = "training"
 """Name under which the journal of a run has the state of its training."""
-
-WHOLE_MODEL = "whole model"
-"""Name of the training of the whole model, beside those of blocks."""
 
 CARD = "README.md"
 """The model card, which users may edit."""
@@ -200,7 +199,8 @@ class SavedReport(Record):
         """The model, the method, the zeros and the perplexities, as a report prints; pydantic would print every layer."""
         totals, recipe = self.totals, self.recipe
         size = f"{recipe['bits']} bits a weight" if recipe.get("bits") else recipe.get("sparsity")
-        how = "pruned and recovered" if "pruned" in recipe else f"pruned by {recipe.get('method', 'sparsellm')}, {size}"
+        recovered = "pruned; nothing was recovered" if changed_nothing(trainings(self)) else "pruned and recovered"
+        how = recovered if "pruned" in recipe else f"pruned by {recipe.get('method', 'sparsellm')}, {size}"
         zeros = f"{100 * totals.sparsity_of_pruned_layers:.2f} % of the weights in {totals.pruned_layers} pruned layers"
         texts = []
         for text, pair in self.perplexity.items():

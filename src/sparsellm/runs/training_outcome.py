@@ -7,12 +7,14 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsellm.errors import plural
-from sparsellm.runs.records import WHOLE_MODEL
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.result_records import SavedGradual
 
 if TYPE_CHECKING:
     from sparsellm.runs.recipe import RunRecipe
+
+WHOLE_MODEL = "whole model"
+"""Name of the training of the whole model, beside those of blocks."""
 
 
 class Point(Protocol):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from sparsellm.cli.display import print_summary
 from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
+from sparsellm.reports.compare import ComparedRun
 from sparsellm.reports.measures import capitalized
 from sparsellm.reports.page import verdict
 from sparsellm.runs.recipe import Recipe
@@ -132,5 +133,7 @@ def test_a_gradual_pruning_is_described_by_what_its_stages_did(steps: tuple[int,
     assert said in card
     assert "| 60% | demo | 9.0" in card
     assert "which was recovered" not in card
-    page = verdict(SavedReport.model_validate(json.loads(report.to_json())), verified=True)
-    assert ("nothing was recovered" in page) == nothing
+    saved = SavedReport.model_validate(json.loads(report.to_json()))
+    assert ("nothing was recovered" in verdict(saved, verified=True)) == nothing
+    assert str(saved).startswith(f"model: m, {'pruned; nothing was recovered' if nothing else 'pruned and recovered'}\n")
+    assert ComparedRun("out", saved, None).method == ("nothing recovered" if nothing else "recovered")
