@@ -446,7 +446,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeIsUp
 
     signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)  # again, since an exception within a finalizer is lost
     try:
         yield
     finally:

@@ -256,8 +256,8 @@ def test_overwrite_replaces_only_what_sparsellm_wrote(tiny: dict[str, Path], tmp
     assert itself.exit_code == 1
     assert "the folder of a model that is read" in itself.stderr
     foreign.mkdir()
-    assert command("prune", tiny["opt"], foreign, *words, "60%").exit_code == 1
     (foreign / "thesis.txt").write_text("years of work")
+    assert command("prune", tiny["opt"], foreign, *words, "60%").exit_code == 1
     assert command("prune", tiny["opt"], foreign, *words, "60%", "--overwrite").exit_code == 1
     assert (foreign / "thesis.txt").read_text() == "years of work"
 
