@@ -45,7 +45,7 @@ LINES: dict[str, tuple[str, ...]] = {
 RESUMED = ("prune", "recover")
 """Commands that go on with --resume; the others go on by themselves."""
 
-RANDOM_KILLS = int(os.environ.get("RANDOM_KILLS", "4"))
+RANDOM_KILLS = int(os.environ.get("RANDOM_KILLS", "2"))
 """Of each line, half at moments of the run and half before changes of files; one more comes while an output is exported."""
 
 RESULT = "result.json"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
+import platform
 import re
 import stat
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -150,8 +153,12 @@ def build_mapping(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def durable(file: Path, data: bytes) -> None:
-    """Write a file atomically and flush it to disk: after a crash it has either its old or its new content."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.partial")  # unique, as another process may write the same file
+    """Write a file atomically and flush it to disk: after a crash it has either its old or its new content.
+
+    What a process of this machine left of the same file when it was killed is removed.
+    """
+    machine = f"{zlib.crc32(platform.node().encode()):08x}"  # unique with the process, as another one may write the same file
+    temporary = file.with_name(f"{file.name}.{machine}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as stream:
             stream.write(data)
@@ -162,7 +169,24 @@ def durable(file: Path, data: bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+    for left in file.parent.glob(f"{glob.escape(file.name)}.{machine}.*.partial"):
+        if not _is_running(left.name.split(".")[-2]):
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
     flush_folder(file.parent)
+
+
+def _is_running(process: str) -> bool:
+    """Whether a process of that number runs on this machine, as far as the system tells."""
+    if not process.isdecimal() or os.name != "posix":
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # it is another user's
+        return True
+    return True
 
 
 def flush_folder(folder: Path) -> None:

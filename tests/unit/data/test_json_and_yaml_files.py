@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
+import sys
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
 
-from sparsellm.data.json_files import read_bytes, read_json
+from sparsellm.data.json_files import durable, read_bytes, read_json
 from sparsellm.data.yaml_files import read_mapping, read_value
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError
 
@@ -147,3 +151,20 @@ def test_messages_are_printable() -> None:
     assert message.endswith("Take another.")
     assert "\\ud800" in message
     assert "\x1b" not in message
+
+
+@pytest.mark.skipif(os.name != "posix", reason="asks the system for processes as POSIX does")
+def test_what_a_killed_process_left_of_a_file_is_removed(tmp_path: Path) -> None:
+    """Not what a running process writes, nor one of another machine, nor files of other names."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    machine = f"{zlib.crc32(platform.node().encode()):08x}"
+    kept = [
+        f"a.json.{machine}.{os.getppid()}.partial",
+        f"a.json.00000000.{ended.pid}.partial",
+        f"b.json.{machine}.{ended.pid}.partial",
+    ]
+    for name in (*kept, f"a.json.{machine}.{ended.pid}.partial"):
+        (tmp_path / name).touch()
+    durable(tmp_path / "a.json", b"{}")
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*kept, "a.json"])
