@@ -11,6 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from sparsellm.data.json_files import durable
 from sparsellm.data.paths import home
 from sparsellm.runtime import alternatives
 
@@ -50,11 +51,9 @@ class SpeedupFile:
         """Add speedups of a machine. The file is written as a whole."""
         found = self._read()
         found[machine] = found.get(machine, {}) | {**speedups}
-        partial = self._file.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
-            partial.replace(self._file)
+            durable(self._file, json.dumps(found, indent=1).encode())
 
     def _read(self) -> dict[str, dict[str, float]]:
         """The content of the file; empty where it is missing or damaged."""
