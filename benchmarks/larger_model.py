@@ -96,6 +96,7 @@ FORMS: dict[str, dict[str, Any]] = {
 """Settings of `prune` by the row of the table."""
 
 PATTERNS = ("50%", "60%", "70%", "80%", "90%", "2:4", "3:4")
+IN_SHORT = ("70%", "80%", "2:4")
 COMPARED, BEST = ("SparseGPT", "ALPS", "sparsellm"), "sparsellm, `--effort best`"
 
 GRIDS = {"dense GPTQ int4": Grid(4, 128), "dense GPTQ int3": Grid(3, 128)}
@@ -543,6 +544,36 @@ def shares(figures: dict[str, Any], family: str, base: str) -> list[str]:
         shown = mine and other and other["excess"] > 2 * other["standard_error"]
         result.append(f"{mine['excess'] / other['excess']:.2f}" if mine and other and shown else "")
     return result
+
+
+def shares_by_size() -> list[str]:
+    """The default's shares of other methods' excess by model, where all of a size were measured."""
+    rows = []
+    for device in DEVICES:
+        figures = figures_of(device)
+        for family, record in figures.get("models", {}).items():
+            ratios = [dict(zip(PATTERNS, shares(figures, family, base), strict=True)) for base in ("SparseGPT", "ALPS")]
+            seen = f"{record['tokens trained on'] / record['parameters']:.1f}"
+            row = [NAMES[family], f"{record['parameters'] / 1e6:.0f} million", seen]
+            rows.append(row + [ratio[pattern] for ratio in ratios for pattern in IN_SHORT])
+    heads = [f"{base}, {pattern}" for base in ("SparseGPT", "ALPS") for pattern in IN_SHORT]
+    return markdown_table(["", "parameters", "tokens for each", *heads], sorted(rows))
+
+
+def in_short() -> list[str]:
+    """What the README says of the largest models that were measured."""
+    figures = next(figures for device in ("cuda", "cpu") if (figures := figures_of(device)).get("models"))
+    size = max(record["parameters"] for record in figures["models"].values())
+    known: dict[str, list[str]] = {pattern: [] for pattern in IN_SHORT}
+    for family in figures["models"]:
+        for pattern, share in zip(PATTERNS, shares(figures, family, "SparseGPT"), strict=True):
+            if pattern in known:
+                known[pattern].append(share)
+    parts = [f"{' and '.join(values)} at {pattern}" for pattern, values in known.items()]
+    return [
+        f"- On a Llama and an OPT of {size / 1e6:.0f} million parameters the default has these shares of SparseGPT's excess:",
+        f"  {', '.join(parts)} ([larger models](docs/results.md#larger-models)). They were trained on little text.",
+    ]
 
 
 def main(words: Sequence[str] | None = None) -> int:

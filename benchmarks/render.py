@@ -96,6 +96,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "models": quality.model_tables,
     "shares": quality.shares_table,
     "larger models": larger_model.table,
+    "larger models, shares": larger_model.shares_by_size,
+    "larger models, in short": larger_model.in_short,
     "documents": documents.table,
     "one seed": results.summary_table,
     "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
