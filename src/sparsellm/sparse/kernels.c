@@ -229,7 +229,7 @@ static void add_scales(Job *job, const uint16_t *scales, int64_t group_size) {
     job->scale_groups = job->groups ? (job->groups + job->scale_words - 1) / job->scale_words : 0;
 }
 
-/* out = x W' + bias, for x (tokens, columns), MAX_TOKENS at a time. Without a mask, W is dense bfloat16. `set` is one that
+/* out = x W' + bias, for x (tokens, columns), MAX_TOKENS at a time at most. Without a mask, W is dense bfloat16. `set` is one that
    sparsellm_instruction_sets names. Integers have bfloat16 scales (rows, groups of group_size columns; 0 for whole rows). x, bias
    and out are of x_dtype, FLOAT32 or BFLOAT16. Returns 0, or -1 without memory. */
 EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, int64_t tokens, const uint8_t *mask,
@@ -256,8 +256,10 @@ EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, in
         dtype = BFLOAT16;
     }
     size_t width = x_dtype == BFLOAT16 ? 2 : 4;
-    for (int64_t t = 0; t < tokens; t += MAX_TOKENS) {
-        job.tokens = tokens - t < MAX_TOKENS ? tokens - t : MAX_TOKENS;
+    /* 16 registers hold the sums of 8 tokens of one row, and the first cache not the 8 tokens: 4 at a time are faster. */
+    int64_t most = set == AVX2 ? MAX_TOKENS / 2 : MAX_TOKENS;
+    for (int64_t t = 0; t < tokens; t += most) {
+        job.tokens = tokens - t < most ? tokens - t : most;
         job.out = (char *)out + (size_t)(t * rows) * width;
         job.function = functions[set][kernel], job.other = functions[set][other];
         if (run(&job, (const char *)x + (size_t)(t * columns) * width, dtype, threads)) return -1;

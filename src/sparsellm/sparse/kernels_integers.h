@@ -5,6 +5,8 @@
      SUMS, RESULT   types of the sums of a group and of what the groups add up to
      VECTOR         type of the integers of 64 columns
      WORD(v, p, w)  a VECTOR of 64 columns, whose mask is w, from the values at p; moves p
+     SPLIT(to, p)   where defined: WORD's values are the 64 bytes at `to`, split from pairs of numbers of 4 bits at p. This is done one
+                    word ahead: a load of bytes that two stores have just written waits for both, which took half of the time
      START(job, t, group)         SUMS at the beginning of a group
      MULTIPLY_WORD(sums, v, x)    sums + v * x, x being a pointer to 64 prepared columns
      SCALE(result, sums, scale)   result + scale * sums
@@ -16,11 +18,17 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
     const uint8_t *mask[4] = {0}, *p[4] = {0};
     const uint16_t *scales[4] = {0};
     RESULT results[4][MAX_TOKENS];
+#ifdef SPLIT
+    uint8_t bytes[4][2][GROUP + 8] = {{{0}}}; /* 8 more may be read */
+#endif
     UNROLL
     for (int i = 0; i < rows; i++) {
         mask[i] = job->mask + (row + i) * job->groups * 8;
         p[i] = (const uint8_t *)job->values + job->row_starts[row + i];
         scales[i] = job->scales + (row + i) * job->scale_groups;
+#ifdef SPLIT
+        if (job->groups) SPLIT(bytes[i][0], p[i]), p[i] += PAIRS(read_mask(mask[i]));
+#endif
         UNROLL
         for (int t = 0; t < tokens; t++) results[i][t] = NOTHING;
     }
@@ -41,7 +49,13 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
                 if (word % 8 == 0) __builtin_prefetch(mask[i] + (word + rows * job->groups) * 8, 0, 2);
                 PREFETCH(p[i]); /* 64 columns move p by 64 bytes at most, so that every line is asked for */
                 VECTOR v;
+#ifdef SPLIT
+                const uint8_t *q = bytes[i][word % 2];
+                if (word + 1 < job->groups) SPLIT(bytes[i][(word + 1) % 2], p[i]), p[i] += PAIRS(read_mask(mask[i] + (word + 1) * 8));
+                WORD(v, q, w);
+#else
                 WORD(v, p[i], w);
+#endif
                 UNROLL
                 for (int t = 0; t < tokens; t++) sums[i][t] = MULTIPLY_WORD(sums[i][t], v, x + t * job->stride * X_BYTES / GROUP);
             }

@@ -7,8 +7,9 @@ static ALWAYS_INLINE Pair pair_add_scaled(Pair sum, Pair v, float factor) {
     return (Pair){vfmaq_n_f32(sum.low, v.low, factor), vfmaq_n_f32(sum.high, v.high, factor)};
 }
 static ALWAYS_INLINE float pair_total(Pair a) { return vaddvq_f32(vaddq_f32(a.low, a.high)); }
-static ALWAYS_INLINE Pair pair_multiply(Pair sum, Pair v, const float *x) {
-    return (Pair){vfmaq_f32(sum.low, v.low, vld1q_f32(x)), vfmaq_f32(sum.high, v.high, vld1q_f32(x + 4))};
+static ALWAYS_INLINE Pair pair_load(const float *p) { return (Pair){vld1q_f32(p), vld1q_f32(p + 4)}; }
+static ALWAYS_INLINE Pair pair_multiply(Pair sum, Pair v, Pair x) {
+    return (Pair){vfmaq_f32(sum.low, v.low, x.low), vfmaq_f32(sum.high, v.high, x.high)};
 }
 static ALWAYS_INLINE uint8x16_t pair_words(const uint16_t *p, uint64_t bits) {
     return vqtbl1q_u8(vld1q_u8((const uint8_t *)p), vld1q_u8(word_places[bits & 255]));
@@ -52,7 +53,6 @@ static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
         vst2q_u8(to + 2 * i, ((uint8x16x2_t){{even, odd}}));
     }
 }
-#define NEON_WORD_INT4(v, p, w) WORD_OF_HALVES(neon_split, NEON_WORD_INT8, v, p, w)
 #define NEON_LOAD(p) vld1q_u8((const uint8_t *)(p))
 
 #define SET neon
@@ -60,6 +60,8 @@ static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
 #define LANES 8
 #define SUM Pair
 #define ZERO ((Pair){vdupq_n_f32(0), vdupq_n_f32(0)})
+#define LOAD_X pair_load
+#define KEEP(x) (void)(x) /* instructions here read no memory, so that compilers keep it */
 #define MULTIPLY pair_multiply
 #define TOTAL pair_total
 #define ADD pair_add
@@ -70,7 +72,7 @@ static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
 #define STEP_FLOAT16 NEON_FLOAT16
 #define STEP_DENSE NEON_DENSE
 #define WORD_INT8 NEON_WORD_INT8
-#define WORD_INT4 NEON_WORD_INT4
+#define SPLIT_INT4 neon_split
 #include "kernels_types.h"
 DECODE(decode_words_neon, , uint16_t, 8, NEON_PLACE_WORDS)
 DECODE(decode_numbers_neon, , uint32_t, 4, NEON_PLACE_NUMBERS)

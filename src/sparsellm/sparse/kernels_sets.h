@@ -37,14 +37,17 @@ enum {
         }                                                                                              \
     }
 
+/* Bytes of a word's numbers of 4 bits. */
+#define PAIRS(w) ((__builtin_popcountll(w) + 1) >> 1)
+
 /* Split pairs of numbers of 4 bits into bytes, and take these for a word; 8 more may be read. */
-#define WORD_OF_HALVES(SPLIT, WORD_INT8, v, p, w)                                                      \
+#define WORD_OF_HALVES(v, p, w)                                                                        \
     do {                                                                                               \
         uint8_t bytes[GROUP + 8] = {0};                                                                \
         const uint8_t *q = bytes;                                                                      \
-        SPLIT(bytes, p);                                                                               \
+        SPLIT_INT4(bytes, p);                                                                          \
         WORD_INT8(v, q, w);                                                                            \
-        p += (__builtin_popcountll(w) + 1) >> 1;                                                       \
+        p += PAIRS(w);                                                                                 \
     } while (0)
 
 /* A function that decodes rows of integers, with what kernels_integers.h takes. */
@@ -89,8 +92,14 @@ static ALWAYS_INLINE Eight eight_add(Eight a, Eight b) {
     return a;
 }
 
-static ALWAYS_INLINE Eight eight_multiply(Eight sum, Eight v, const float *x) {
-    for (int i = 0; i < 8; i++) sum.lane[i] += v.lane[i] * x[i];
+static ALWAYS_INLINE Eight eight_load(const float *p) {
+    Eight x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static ALWAYS_INLINE Eight eight_multiply(Eight sum, Eight v, Eight x) {
+    for (int i = 0; i < 8; i++) sum.lane[i] += v.lane[i] * x.lane[i];
     return sum;
 }
 
@@ -125,7 +134,6 @@ static ALWAYS_INLINE float eight_total(Eight a) {
 static ALWAYS_INLINE void portable_split(uint8_t *to, const uint8_t *p) {
     for (int i = 0; i < GROUP / 2; i++) to[2 * i] = (uint8_t)(((p[i] & 15) ^ 8) - 8), to[2 * i + 1] = (uint8_t)((p[i] >> 4 ^ 8) - 8);
 }
-#define EIGHT_WORD_INT4(v, p, w) WORD_OF_HALVES(portable_split, EIGHT_WORD_INT8, v, p, w)
 #define LOAD_WORD(p) (*(const uint64_t *)(const void *)(p))
 #define OR_WORD(a, b) ((a) | (b))
 
@@ -134,6 +142,8 @@ static ALWAYS_INLINE void portable_split(uint8_t *to, const uint8_t *p) {
 #define LANES 8
 #define SUM Eight
 #define ZERO ((Eight){{0}})
+#define LOAD_X eight_load
+#define KEEP(x) (void)(x)
 #define MULTIPLY eight_multiply
 #define TOTAL eight_total
 #define ADD eight_add
@@ -144,7 +154,7 @@ static ALWAYS_INLINE void portable_split(uint8_t *to, const uint8_t *p) {
 #define STEP_FLOAT16 EIGHT_FLOAT16
 #define STEP_DENSE EIGHT_DENSE
 #define WORD_INT8 EIGHT_WORD_INT8
-#define WORD_INT4 EIGHT_WORD_INT4
+#define SPLIT_INT4 portable_split
 #include "kernels_types.h"
 DECODE(decode_words_portable, , uint16_t, 1, PLACE_ONE)
 DECODE(decode_numbers_portable, , uint32_t, 1, PLACE_ONE)

@@ -5,7 +5,8 @@
      LANES          columns that one step covers; it divides 64
      SUM, VECTOR    types of a vector of sums and of a vector of values
      STEP(p, w, n)  a VECTOR of columns n * LANES to (n + 1) * LANES of 64, whose mask is w, from the values at p; moves p
-     MULTIPLY(s, v, x)  s + v * x, x being a pointer; ZERO, TOTAL(s), ADD(s, s)
+     LOAD_X(p)      a vector of LANES prepared columns; KEEP(x) keeps it in a register, where compilers would load it for each row
+     MULTIPLY(s, v, x)  s + v * x; ZERO, TOTAL(s), ADD(s, s)
      ROWS(tokens)   rows that are taken at once, 1, 2 or 4, as many as registers hold sums: they share the loads of x
      DENSE          1 if the values are a whole matrix without a mask, otherwise 0
    A row's sum is made in the same order whatever rows are beside it, so that results do not depend on the number of threads. */
@@ -42,13 +43,15 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
         }
         UNROLL
         for (int n = 0; n < GROUP / LANES; n++) {
+            VECTOR v[4];
             UNROLL
-            for (int i = 0; i < rows; i++) {
-                VECTOR v;
-                STEP(v, p[i], w[i], n);
+            for (int i = 0; i < rows; i++) STEP(v[i], p[i], w[i], n);
+            UNROLL
+            for (int t = 0; t < tokens; t++) {
+                VECTOR columns = LOAD_X(x + t * job->stride + n * LANES);
+                if (rows > 1) KEEP(columns);
                 UNROLL
-                for (int t = 0; t < tokens; t++)
-                    sums[i][t][n % chains] = MULTIPLY(sums[i][t][n % chains], v, x + t * job->stride + n * LANES);
+                for (int i = 0; i < rows; i++) sums[i][t][n % chains] = MULTIPLY(sums[i][t][n % chains], v[i], columns);
             }
         }
     }

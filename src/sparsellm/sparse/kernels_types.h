@@ -1,8 +1,9 @@
 /* Include kernels_tile.h for float32 tokens and each type of value, and kernels_integers.h for each form of integers, with SET, TARGET,
-   LANES, SUM, ZERO, MULTIPLY, TOTAL, ADD, ADD_SCALED, ROWS, STEP_... and WORD_INT8 of an instruction set; they end here.
+   LANES, SUM, ZERO, LOAD_X, KEEP, MULTIPLY, TOTAL, ADD, ADD_SCALED, ROWS, STEP_... and WORD_... of an instruction set; they end here.
      ADD_SCALED(s, t, f)  s + f * t for a float f
      WORD_INT8(v, p, w)   float32 vectors v of 64 columns, whose mask is w, from bytes at p; moves p
-     WORD_INT4(v, p, w)   the same from numbers of 4 bits, two to a byte */
+     WORD_INT4(v, p, w)   the same from numbers of 4 bits, two to a byte; or
+     SPLIT_INT4(to, p)    64 of them as bytes, which WORD_INT8 takes */
 
 #define X float
 #define VECTOR SUM
@@ -48,7 +49,7 @@ typedef struct { SUM v[2]; } GLUE(Sums_, SET); /* two, since one addition waits 
 
 static ALWAYS_INLINE TARGET GLUE(Sums_, SET) GLUE(multiply_, SET)(GLUE(Sums_, SET) sums, const GLUE(Word_, SET) *word, const char *x) {
     UNROLL
-    for (int n = 0; n < GROUP / LANES; n++) sums.v[n % 2] = MULTIPLY(sums.v[n % 2], word->v[n], (const float *)x + n * LANES);
+    for (int n = 0; n < GROUP / LANES; n++) sums.v[n % 2] = MULTIPLY(sums.v[n % 2], word->v[n], LOAD_X((const float *)x + n * LANES));
     return sums;
 }
 
@@ -71,8 +72,17 @@ DECODE_INTEGERS
 #undef WORD
 
 #define NAME GLUE(int4_, SET)
+#ifdef SPLIT_INT4
+#define SPLIT SPLIT_INT4
+#define WORD(v, p, w) WORD_INT8((v).v, p, w)
+#include "kernels_integers.h"
+#undef SPLIT
+#undef WORD
+#define WORD(v, p, w) WORD_OF_HALVES((v).v, p, w)
+#else
 #define WORD(v, p, w) WORD_INT4((v).v, p, w)
 #include "kernels_integers.h"
+#endif
 DECODE_INTEGERS
 #undef NAME
 #undef WORD
@@ -91,6 +101,8 @@ DECODE_INTEGERS
 #undef LANES
 #undef SUM
 #undef ZERO
+#undef LOAD_X
+#undef KEEP
 #undef MULTIPLY
 #undef TOTAL
 #undef ADD
@@ -102,3 +114,4 @@ DECODE_INTEGERS
 #undef STEP_DENSE
 #undef WORD_INT8
 #undef WORD_INT4
+#undef SPLIT_INT4

@@ -101,7 +101,7 @@ static int prepare_planes(Job *job, char *to, const char *x) {
 #undef WORD
 
 #define NAME int4_planes
-#define WORD(v, p, w) (v = EXPAND_INT4(p, w), p += (__builtin_popcountll(w) + 1) >> 1)
+#define WORD(v, p, w) (v = EXPAND_INT4(p, w), p += PAIRS(w))
 #include "kernels_integers.h"
 #undef NAME
 #undef WORD

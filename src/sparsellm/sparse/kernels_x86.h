@@ -35,7 +35,8 @@ static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
         p += __builtin_popcountll(BITS(w, n) >> 4);                                                    \
     } while (0)
 #define AVX2_DENSE(v, p, w, n) (v = AVX2_WIDEN(_mm_loadu_si128((const __m128i *)(p))), p += 8, (void)(w))
-#define AVX2_MULTIPLY(sum, v, x) _mm256_fmadd_ps(v, _mm256_loadu_ps(x), sum)
+#define AVX2_MULTIPLY(sum, v, x) _mm256_fmadd_ps(v, x, sum)
+#define KEEP_REGISTER(x) __asm__("" : "+v"(x))
 #define AVX2_PLACE_WORDS(to, p, w) \
     (_mm_storeu_si128((__m128i *)(to), AVX2_WORDS(p, (w) & 255)), p += __builtin_popcountll((w) & 255))
 #define AVX2_PLACE_NUMBERS(to, p, w) \
@@ -58,7 +59,6 @@ static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) 
     _mm256_storeu_si256((__m256i *)to, _mm256_unpacklo_epi8(even, odd));
     _mm256_storeu_si256((__m256i *)(to + 32), _mm256_unpackhi_epi8(even, odd));
 }
-#define AVX2_WORD_INT4(v, p, w) WORD_OF_HALVES(avx2_split, AVX2_WORD_INT8, v, p, w)
 #define AVX2_LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 
 #define SET avx2
@@ -66,6 +66,8 @@ static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) 
 #define LANES 8
 #define SUM __m256
 #define ZERO _mm256_setzero_ps()
+#define LOAD_X _mm256_loadu_ps
+#define KEEP KEEP_REGISTER
 #define MULTIPLY AVX2_MULTIPLY
 #define TOTAL avx2_total
 #define ADD _mm256_add_ps
@@ -76,7 +78,7 @@ static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) 
 #define STEP_FLOAT16 AVX2_FLOAT16
 #define STEP_DENSE AVX2_DENSE
 #define WORD_INT8 AVX2_WORD_INT8
-#define WORD_INT4 AVX2_WORD_INT4
+#define SPLIT_INT4 avx2_split
 #include "kernels_types.h"
 DECODE(decode_words_avx2, TARGET_AVX2, uint16_t, 8, AVX2_PLACE_WORDS)
 DECODE(decode_numbers_avx2, TARGET_AVX2, uint32_t, 4, AVX2_PLACE_NUMBERS)
@@ -126,14 +128,14 @@ static ALWAYS_INLINE TARGET_AVX512 void widen_bytes(__m512 v[4], __m512i bytes) 
     _mm512_ternarylogic_epi32(expand_bytes(split_bytes(p), w), _mm512_set1_epi8(15), _mm512_set1_epi8(8), 0x6a)
 #define AVX512_WORD_INT8(v, p, w) (widen_bytes(v, EXPAND_INT8(p, w)), p += __builtin_popcountll(w))
 #define AVX512_WORD_INT4(v, p, w) \
-    (widen_bytes(v, _mm512_sub_epi8(EXPAND_INT4(p, w), _mm512_set1_epi8(8))), p += (__builtin_popcountll(w) + 1) >> 1)
+    (widen_bytes(v, _mm512_sub_epi8(EXPAND_INT4(p, w), _mm512_set1_epi8(8))), p += PAIRS(w))
 #define AVX512_WIDEN(words) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16))
 #define COUNT16(w, n) __builtin_popcountll((w) >> 16 * (n) & 0xffff)
 #define AVX512_BFLOAT16_STEP(v, p, w, n) (v = AVX512_WIDEN(expand_words(p, (w) >> 16 * (n))), p += COUNT16(w, n))
 #define AVX512_FLOAT16_STEP(v, p, w, n) (v = _mm512_cvtph_ps(expand_words(p, (w) >> 16 * (n))), p += COUNT16(w, n))
 #define AVX512_FLOAT32_STEP(v, p, w, n) (v = _mm512_castsi512_ps(expand_numbers(p, (w) >> 16 * (n))), p += COUNT16(w, n))
 #define AVX512_DENSE_STEP(v, p, w, n) (v = AVX512_WIDEN(_mm256_loadu_si256((const __m256i *)(p))), p += 16, (void)(w))
-#define AVX512_MULTIPLY(sum, v, x) _mm512_fmadd_ps(v, _mm512_loadu_ps(x), sum)
+#define AVX512_MULTIPLY(sum, v, x) _mm512_fmadd_ps(v, x, sum)
 #define AVX512_PLACE_WORDS(to, p, w) \
     (_mm512_storeu_si512(to, expand_wide(p, w)), p += __builtin_popcountll((w) & 0xffffffff))
 #define AVX512_PLACE_NUMBERS(to, p, w) \
@@ -144,6 +146,8 @@ static ALWAYS_INLINE TARGET_AVX512 void widen_bytes(__m512 v[4], __m512i bytes) 
 #define LANES 16
 #define SUM __m512
 #define ZERO _mm512_setzero_ps()
+#define LOAD_X _mm512_loadu_ps
+#define KEEP KEEP_REGISTER
 #define MULTIPLY AVX512_MULTIPLY
 #define TOTAL _mm512_reduce_add_ps
 #define ADD _mm512_add_ps
@@ -166,7 +170,7 @@ READ_ROWS(read_avx512, TARGET_AVX512, __m512i, _mm512_loadu_si512, _mm512_or_si5
 #define PAIRS_STEP(v, p, w, n) \
     (v = expand_wide(p, (w) >> 32 * (n)), p += __builtin_popcountll((w) >> 32 * (n) & 0xffffffff))
 #define PAIRS_DENSE_STEP(v, p, w, n) (v = _mm512_loadu_si512(p), p += 32, (void)(w))
-#define PAIRS_MULTIPLY(sum, v, x) _mm512_dpbf16_ps(sum, (__m512bh)(v), (__m512bh)_mm512_loadu_si512(x))
+#define PAIRS_MULTIPLY(sum, v, x) _mm512_dpbf16_ps(sum, (__m512bh)(v), (__m512bh)(x))
 
 #define NAME pairs
 #define TARGET TARGET_BF16
@@ -176,6 +180,8 @@ READ_ROWS(read_avx512, TARGET_AVX512, __m512i, _mm512_loadu_si512, _mm512_or_si5
 #define SUM __m512
 #define VECTOR __m512i
 #define STEP PAIRS_STEP
+#define LOAD_X _mm512_loadu_si512
+#define KEEP KEEP_REGISTER
 #define MULTIPLY PAIRS_MULTIPLY
 #define ZERO _mm512_setzero_ps()
 #define TOTAL _mm512_reduce_add_ps
