@@ -16,6 +16,8 @@ from sparsellm.models.sparse_matmul import matmul_of, max_density
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs import startup
 from sparsellm.runtime import alternatives, products
+from sparsellm.sparse import kernels
+from sparsellm.sparse.bitmask import Bitmask
 
 CPU = torch.device("cpu")
 
@@ -76,6 +78,27 @@ def products_of(rows: int, columns: int, tokens: int) -> Iterator[tuple[Callable
         chosen, dense, x = matmul_of(pruned, dtype), pruned.to(dtype or torch.float32), inputs.to(dtype or torch.float32)
         with product_dtype_context(CPU, None):
             yield partial(products.linear, x, dense), partial(chosen, x, None)
+    if kernels.available():
+        packed = Bitmask.from_dense(weight.bfloat16().where(weight > 0, 0.0))
+        for count in (kernels.PASS, kernels.MAX_TOKENS):
+            x = inputs[:count].bfloat16()
+            yield partial(kernels._multiply_tiles, x, packed, None), partial(kernels.matmul, x, packed)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="no kernels are compiled")
+@pytest.mark.parametrize(("speedup", "by_kernel"), [(0.9, False), (1.1, True)])
+def test_several_passes_where_they_are_faster(speedup: float, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured decides which of the two multiplies more than 8 tokens; it is the same product."""
+    weight, called = normal(64, 128).bfloat16(), []
+    monkeypatch.setattr(alternatives, "measure", lambda *_: (speedup, False))
+    monkeypatch.setattr(alternatives, "store", None)
+    tiles = kernels._multiply_tiles
+    monkeypatch.setattr(kernels, "_multiply_tiles", lambda *parts: called.append(len(parts[0])) or tiles(*parts))
+    alternatives.forget()
+    for tokens in (kernels.PASS, kernels.PASS + 1, kernels.MAX_TOKENS, kernels.MAX_TOKENS + 1):
+        x = normal(tokens, 128).bfloat16()
+        torch.testing.assert_close(kernels.matmul(x, Bitmask.from_dense(weight)), x @ weight.T, rtol=2e-2, atol=0.1)
+    assert called == ([17] if by_kernel else [9, 16, 17])
 
 
 @pytest.mark.long

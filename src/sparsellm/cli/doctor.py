@@ -78,6 +78,7 @@ def _examine() -> dict[str, Any]:
         "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
         "float32": {"onednn_speedup": onednn_speedup(), "onednn_used": uses_onednn()},
         "skipped_zeros": {"max_density": max_density()},
+        "packed": {"tokens": _packed_tokens()},
         "unsteady": alternatives.unsteady(),
         "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
         "accelerators": [
@@ -85,6 +86,17 @@ def _examine() -> dict[str, Any]:
             for device in accelerators
         ],
     }
+
+
+def _packed_tokens() -> int:
+    """Up to how many tokens are multiplied by a packed bfloat16 weight; with more, it is decoded."""
+    import torch
+
+    from sparsellm.sparse import kernels
+
+    if not kernels.available():
+        return 0
+    return kernels.MAX_TOKENS if kernels.passes_speedup(torch.bfloat16) >= 1 else kernels.PASS
 
 
 def _rows(found: dict[str, Any]) -> list[list[str]]:
@@ -106,7 +118,8 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
             "pruned weights",
             f"products skip zeros from {100 * (1 - density):.0f} % zeros on" if density else "no zeros are skipped",
         ],
-        *(["measured", f"{name}: measured beside other programs, not kept"] for name in found["unsteady"]),
+        *([["packed weights", f"kernels multiply up to {found['packed']['tokens']} tokens"]] if present["in_use"] else []),
+        *(["measured", f"{name}, under load: not kept"] for name in found["unsteady"]),
         ["memory", f"{human_bytes(memory['total'])}, {human_bytes(memory['available'])} available"],
         ["bandwidth", f"{memory['bandwidth'] / 1e9:.1f} GB/s, read by {threads}"],
     ]

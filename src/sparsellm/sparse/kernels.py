@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.runtime.alternatives import Computation, speedup
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.kernel_library import TYPES, Library, load_library, warn_missing
 from sparsellm.sparse.kernel_library import available as available
@@ -18,7 +19,13 @@ from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.running_form import check_layout, check_tensor, is_aligned
 
 MAX_TOKENS = 16
-"""Tokens up to which the kernels multiply, in passes of 8. From there on, torch's product with decoded rows takes less time."""
+"""Tokens up to which the kernels may multiply. From there on, torch's product with decoded rows takes less time."""
+
+PASS = 8
+"""Tokens up to which the kernels multiply. Whether they do so with more of them, in several passes, is measured."""
+
+MEASURED = (1024, 2048)
+"""Rows and columns of the matrix that is measured for this."""
 
 TILE = 2**20
 """Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
@@ -122,11 +129,41 @@ def multiply(
         raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
     library = load_library()
-    if library is None or not 0 < tokens <= MAX_TOKENS or not x.is_cpu:
+    can = library is not None and 0 < tokens <= MAX_TOKENS and x.is_cpu
+    if library is None or not can or (tokens > PASS and passes_speedup(values.dtype) < 1):
         return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
-    scales_at = None if scales is None else scales.data_ptr()
-    parts = (mask.data_ptr(), values.data_ptr(), TYPES[values.dtype], row_starts.data_ptr(), scales_at, group_size)
+    parts = _addresses((mask, values, row_starts), scales, group_size)
     return _call(library, x, parts, shape=(rows, columns), bias=bias)
+
+
+def passes_speedup(dtype: torch.dtype) -> float:
+    """Return how many times as fast passes of the kernel multiply `MAX_TOKENS` tokens as torch does with decoded rows.
+
+    Measured once, as `sparsellm.runtime.alternatives` does.
+
+    Args:
+        dtype: Dtype of the packed values; uint8 for pairs of numbers of 4 bits.
+    """
+
+    def make() -> tuple[Computation, Computation]:
+        generator = torch.Generator().manual_seed(0)
+        x, keep = torch.randn(MAX_TOKENS, MEASURED[1], generator=generator), torch.rand(MEASURED, generator=generator) < 0.5
+        if dtype.is_floating_point:
+            dense = torch.randn(MEASURED, generator=generator).to(dtype)
+            weight: Bitmask | QuantizedBitmask = Bitmask.from_dense(dense.where(keep, 0.0))
+        else:
+            integers = torch.randint(-7, 8, MEASURED, generator=generator, dtype=torch.int8)
+            scales, bits = torch.ones(MEASURED[0], 1, dtype=torch.bfloat16), 8 if dtype is torch.int8 else 4
+            weight = QuantizedBitmask.from_integers(integers * keep, scales, bits=bits, group_size=0, keep=keep)
+        x = x.to(dtype if dtype.is_floating_point else torch.bfloat16)
+        library = load_library()
+        assert library is not None
+        own_scales = weight.scales if isinstance(weight, QuantizedBitmask) else None
+        parts = _addresses((weight.mask, weight.values, weight.row_starts), own_scales, 0)
+        return lambda: _multiply_tiles(x, weight, None), lambda: _call(library, x, parts, shape=MEASURED)
+
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return speedup(f"packed products, {str(dtype).removeprefix('torch.')}, {available()}", make)
 
 
 def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -216,6 +253,12 @@ def _decode_tiles(weight: Bitmask | QuantizedBitmask, start: int, out: Tensor) -
             weight.to_dense(*rows, dtype=out.dtype) if isinstance(weight, QuantizedBitmask) else weight.to_dense(*rows)
         )
     return out
+
+
+def _addresses(parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int) -> tuple[int | None, ...]:
+    """Return what `_call` takes of a matrix: where its mask and values are, their type, and where its rows and scales are."""
+    mask, values, row_starts = (part.data_ptr() for part in parts)
+    return mask, values, TYPES[parts[1].dtype], row_starts, None if scales is None else scales.data_ptr(), group_size
 
 
 def _call(
