@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def measure() -> None:
     print("\n".join(table()))
 
 
-def make_forms(config: PreTrainedConfig) -> dict[str, nn.Module]:
+def make_forms(config: PreTrainedConfig, sparsities: Sequence[float] = SPARSITIES) -> dict[str, nn.Module]:
     """The dense model, the same with this package's kernel, and packed ones."""
     shallow = copy.deepcopy(config)
     shallow.num_hidden_layers = 1
@@ -129,7 +129,7 @@ def make_forms(config: PreTrainedConfig) -> dict[str, nn.Module]:
     forms: dict[str, nn.Module] = {TORCH: deepen(one, config)}
     if own := with_own_kernel(forms[TORCH]):
         forms[KERNEL] = own
-    for sparsity in SPARSITIES:
+    for sparsity in sparsities:
         pruned = sharing_copy(one)
         for name, layer in list(pruned.named_modules()):
             if isinstance(layer, nn.Linear):

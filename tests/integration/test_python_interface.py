@@ -354,3 +354,13 @@ def test_a_sweep_from_python(tiny: dict[str, Path], tmp_path: Path) -> None:
     assert (tmp_path / "out" / "results.csv").exists()
     with pytest.raises(InvalidSetting, match="'sample=1' names an unknown field"):
         sparsellm.sweep(file, tmp_path / "out", changes={"sample": 1})
+
+
+def test_pruning_within_inference_mode(tiny: dict[str, Path], text_file: Path) -> None:
+    """The default method takes gradients, which a caller's inference mode would leave out; the weights are the same."""
+    settings = {"sparsity": "50%", "calibration": str(text_file), "samples": 4, "sequence_length": 32}
+    outside = sparsellm.prune(tiny["llama"], **settings).model.state_dict()
+    for context in (torch.inference_mode(), torch.no_grad()):
+        with context:
+            inside = sparsellm.prune(tiny["llama"], **settings).model.state_dict()
+        assert all(torch.equal(weight, outside[name]) for name, weight in inside.items())

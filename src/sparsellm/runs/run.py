@@ -60,6 +60,7 @@ from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
 
 
+@torch.inference_mode(False)  # a caller's own would leave no gradients
 def run(
     recipe: Recipe | RecoveryRecipe,
     observe: Observer | None = None,
