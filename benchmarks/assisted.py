@@ -4,10 +4,11 @@
     python benchmarks/assisted.py table
 
 Two things are measured. The bundled models, which are trained, show how many drafted tokens the dense model accepts when it
-decodes greedily, and that the text is the one that it writes alone, in float32: in bfloat16, logits of several tokens at once are
-rounded otherwise than those of one, and near ties fall otherwise. They fit in a cache, so that their speeds say nothing.
-A model of TinyLlama's shape with random weights, and copies of it pruned by magnitude, show what a step of each takes: one token
-of a draft, and the dense model's look at several tokens. Both together give the tokens a second of assisted generation.
+decodes greedily, and that the text is the one that it writes alone. That is in float32: in bfloat16, logits of several
+tokens at once are rounded otherwise than those of one, and near ties fall otherwise. These models fit in a cache, so that
+their speeds say nothing. A model of TinyLlama's shape with random weights, and copies of it pruned by magnitude, show what
+a step of each takes: one token of a draft, and the dense model's look at several tokens. Both give the tokens a second of
+assisted generation.
 """
 
 from __future__ import annotations
@@ -162,7 +163,11 @@ def table() -> list[str]:
                 rows.append(row)
     accepts = [f"as {name} accepts" for name in MODELS.values()]
     lines += markdown_table(["threads", "dense model", "draft", "alone, tokens a second", *accepts], rows, left=(1,))
-    return [*lines, "", f"{figures['machine'].split(',')[0]}; in brackets how often the speed alone, with the best number of drafted tokens."]
+    return [
+        *lines,
+        "",
+        f"{figures['machine'].split(',')[0]}; in brackets how often the speed alone, with the best number of drafted tokens.",
+    ]
 
 
 def speed(figures: dict[str, Any], steps: dict[str, float], form: str, sparsity: float, model: str, count: int) -> float:

@@ -22,9 +22,10 @@ from typing import Any
 
 import llama_cpp_race
 import torch
+from kernel_speed import pack
 from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from sparsellm.runs.decoding import (
     CEILING,
@@ -37,7 +38,10 @@ from sparsellm.runs.decoding import (
     with_own_kernel,
 )
 from sparsellm.sparse import kernels
+from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 FILE = MEASURED / "decode.json"
 SPARSITIES = (0.5, 0.7, 0.9)
@@ -91,6 +95,8 @@ def measure() -> None:
     for name, config in SHAPES.items():
         started = time.perf_counter()
         forms = make_forms(config)
+        if name == RACED:
+            forms |= integer_forms(config, forms[TORCH])
         print(f"{name}: made in {time.perf_counter() - started:.0f} s", file=sys.stderr)
         speeds, bandwidth = measure_speeds(
             forms,
@@ -122,30 +128,52 @@ def measure() -> None:
 
 def make_forms(config: PreTrainedConfig, sparsities: Sequence[float] = SPARSITIES) -> dict[str, nn.Module]:
     """The dense model, the same with this package's kernel, and packed ones."""
-    shallow = copy.deepcopy(config)
-    shallow.num_hidden_layers = 1
-    torch.manual_seed(0)
-    one = AutoModelForCausalLM.from_config(shallow, dtype=torch.bfloat16).eval().requires_grad_(False)
+    one = one_block(config)
     forms: dict[str, nn.Module] = {TORCH: deepen(one, config)}
     if own := with_own_kernel(forms[TORCH]):
         forms[KERNEL] = own
     for sparsity in sparsities:
-        pruned = sharing_copy(one)
-        for name, layer in list(pruned.named_modules()):
-            if isinstance(layer, nn.Linear):
-                pruned.set_submodule(name, PackedLinear.from_dense(magnitude(layer.weight, sparsity), layer.bias))
-        whole = deepen(pruned, config)
+        whole = deepen(packed(one, lambda weight, sparsity=sparsity: pack(weight, sparsity, "bfloat16")), config)
         forms[packed_name(sparsity, "pruned")] = whole
-        headed = sharing_copy(whole)
-        headed.set_output_embeddings(forms[TORCH].get_output_embeddings())
-        forms[packed_name(sparsity, "dense")] = with_own_kernel(headed) or headed
+        forms[packed_name(sparsity, "dense")] = with_dense_head(whole, forms[TORCH])
     return forms
 
 
-def magnitude(weight: Tensor, sparsity: float) -> Tensor:
-    """Remove the smallest weights."""
-    size = weight.abs().flatten()
-    return weight.masked_fill(weight.abs() <= size.kthvalue(int(sparsity * len(size))).values, 0)
+def integer_forms(config: PreTrainedConfig, dense: Any) -> dict[str, nn.Module]:
+    """Packed models of integers with the head of the dense model."""
+    one = one_block(config)
+    wholes = {kind: deepen(packed(one, lambda weight, kind=kind: pack(weight, 0.7, kind)), config) for kind in ("int8", "int4")}
+    return {f"packed 70% {kind}, dense head": with_dense_head(whole, dense) for kind, whole in wholes.items()}
+
+
+def one_block(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of a single block with random weights, always the same."""
+    shallow = copy.deepcopy(config)
+    shallow.num_hidden_layers = 1
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(shallow, dtype=torch.bfloat16).eval().requires_grad_(False)
+    return model
+
+
+def packed(one: nn.Module, make: Callable[[Tensor], Bitmask | QuantizedBitmask]) -> nn.Module:
+    """The model with packed weights in place of all matrices of linear layers."""
+    result = sharing_copy(one)
+    for name, layer in list(result.named_modules()):
+        if isinstance(layer, nn.Linear):
+            weight = make(layer.weight)
+            if isinstance(weight, QuantizedBitmask):
+                module: nn.Module = QuantizedLinear.from_bitmask(weight, layer.bias, dtype=torch.bfloat16)
+            else:
+                module = PackedLinear.from_dense(weight.to_dense(), layer.bias)
+            result.set_submodule(name, module)
+    return result
+
+
+def with_dense_head(whole: nn.Module, dense: Any) -> nn.Module:
+    """A packed model with the dense one's output projection, by this package's kernel."""
+    headed: Any = sharing_copy(whole)
+    headed.set_output_embeddings(dense.get_output_embeddings())
+    return with_own_kernel(headed) or headed
 
 
 def deepen(one: nn.Module, config: PreTrainedConfig) -> nn.Module:
@@ -226,10 +254,11 @@ def speed_rows(figures: dict[str, Any]) -> list[str]:
     """A line for each number of threads and form, with a group of columns for each number of sequences."""
     measured = [*figures["speeds"], *figures.get("race", [])]
     speeds = {(x["threads"], x["form"], x["batch"]): x["decode"] for x in measured}
+    sizes = {x["form"]: x.get("bytes") for x in figures.get("race", [])}
     ceilings = {(x["threads"], x["form"], x["batch"]): x["ceiling"] for x in figures.get("race", [])}
     rows = []
     for threads, form in dict.fromkeys((threads, form) for threads, form, _ in speeds):
-        size = figures["memory_bytes"].get(form)
+        size = figures["memory_bytes"].get(form, sizes.get(form))
         row = [str(threads), form]
         for batch in BATCHES:
             speed = speeds[threads, form, batch]

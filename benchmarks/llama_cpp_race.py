@@ -1,4 +1,4 @@
-"""llama.cpp on a Llama model in bf16 and Q8_0, through llama-cpp-python; part of `python benchmarks/decode.py`.
+"""llama.cpp on a Llama model in bf16 and in types of fewer bits, by llama-cpp-python; part of `python benchmarks/decode.py`.
 
 pip install llama-cpp-python gguf
 """
@@ -20,6 +20,9 @@ from sparsellm.runs.decoding import step_weights
 from sparsellm.sparse import memory_reads
 
 ROUNDS = 5
+WHOLE = "BF16"
+TYPES = (WHOLE, "Q8_0", "Q4_0", "Q4_K_M", "Q2_K")
+"""Types of files. llama.cpp makes the others from the first one; the letters after a K say which matrices have more bits."""
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -47,18 +50,27 @@ def measure(model: Any, folder: Path, threads: Sequence[int], *, batches: Sequen
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(quiet := llama_cpp.llama_log_callback(lambda *_: None), None)
     speeds = []
-    for kind in (gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.Q8_0):
-        file = folder / f"{kind.name}.gguf"
-        write(gguf, model, file, kind)
+    whole = folder / f"{WHOLE}.gguf"
+    write(gguf, model, whole, gguf.GGMLQuantizationType.BF16)
+    for kind in TYPES:
+        file = folder / f"{kind}.gguf"
+        if kind != WHOLE:
+            quantize(llama_cpp, whole, file, kind)
         loaded = llama_cpp.llama_model_load_from_file(bytes(file), llama_cpp.llama_model_default_params())
         for count in threads:
             for batch in batches:
                 torch.set_num_threads(count)
                 seconds, reads = decode(llama_cpp, loaded, weights, threads=count, batch=batch, tokens=tokens)
-                speeds.append({"form": f"llama.cpp {kind.name}", "threads": count, "batch": batch})
-                speeds[-1] |= {"decode": batch * tokens / seconds, "ceiling": batch * tokens / reads}
+                speeds.append({"form": f"llama.cpp {kind}", "threads": count, "batch": batch})
+                speeds[-1] |= {
+                    "decode": batch * tokens / seconds,
+                    "ceiling": batch * tokens / reads,
+                    "bytes": file.stat().st_size,
+                }
         llama_cpp.llama_model_free(loaded)
-        file.unlink()
+        if kind != WHOLE:
+            file.unlink()
+    whole.unlink()
     del quiet
     return speeds
 
@@ -90,6 +102,14 @@ def write(gguf: Any, model: Any, file: Path, kind: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantize(llama_cpp: Any, whole: Path, file: Path, kind: str) -> None:
+    """Write a file of another type. Matrices that matter more have more bits, as llama.cpp chooses."""
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if llama_cpp.llama_model_quantize(bytes(whole), bytes(file), parameters):
+        raise RuntimeError(f"llama.cpp could not write {kind}")
 
 
 def named(block: dict[str, Any], outside: dict[str, Any], blocks: int) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import assisted
 import decode
 import documents
 import excess
@@ -123,6 +124,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "processes": processes.table,
     "search": search.table,
     "decode": decode.table,
+    "assisted": assisted.table,
     "several": search.several_table,
     "costs": processes.costs,
     "excess": excess.tables,
