@@ -315,3 +315,44 @@ def test_continuations_of_prompts_are_printed(tiny: dict[str, Path], text_file: 
     assert several.exit_code == 0, several.stderr
     heads = [line.split()[0] for line in several.stdout.splitlines()]
     assert heads[heads.index("prompt") :][:4] == ["prompt", "dense", str(tmp_path / "two" / "50"), str(tmp_path / "two" / "60")]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_model_that_is_pruned_already(known: bool, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """Headline, card, page and report say how many zeros there were and are; before and after the run what to pass."""
+    half, out, words = tmp_path / "half", tmp_path / "out", ("--method", "magnitude", "--sparsity")
+    assert command("prune", tiny["opt"], half, *words, "50%").exit_code == 0
+    if not known:  # another program pruned it
+        (half / "sparsellm.json").unlink()
+    ran = command("prune", half, out, *words, "30%")
+    assert ran.exit_code == 0, ran.stderr
+    advice = "Pass --keep-zeros to keep these zeros, and a sparsity of more than 50.00 % to remove more"
+    notes = [line for line in ran.stderr.splitlines() if line.startswith("note: ")]
+    before = [f"note: {half} is pruned already: 50.00 % of the weights in 18 layers are zero. {advice}"]
+    zeros = "50.00 % were zero before and 50.00 % are now"
+    assert notes == before * known + [f"note: of the weights in the pruned layers {zeros}. {advice}"]
+    assert ran.stdout.splitlines()[0] == f"{half}: magnitude, 30 % to be zero, unstructured; {zeros}"
+    card, saved = (out / "README.md").read_text(encoding="utf-8"), sparsellm.load_report(out)
+    assert f"magnitude, 30 % to be zero, unstructured; {zeros}." in card
+    assert card.count(zeros) == 2
+    assert f"30%; {zeros}" in str(saved)
+    assert saved.totals.sparsity_before == 0.5
+    pytest.importorskip("matplotlib")
+    page = sparsellm.report(out).read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
+    assert "50 % of the weights in the pruned layers zero, 50 % before the run;" in page
+    assert f"30 % to be zero, unstructured; {zeros}: 18 layers." in page
+    for text in (ran.stdout, card, page):
+        assert "removed," not in text
+        assert "more zeros than requested" not in text
+
+
+@pytest.mark.parametrize(("sparsity", "noted"), [("30%", True), ("60%", False)])
+def test_zeros_that_are_kept(sparsity: str, noted: bool, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """With --keep-zeros nothing is noted, unless the sparsity is one that the model has already."""
+    half, out, words = tmp_path / "half", tmp_path / "out", ("--method", "magnitude", "--sparsity")
+    assert command("prune", tiny["opt"], half, *words, "50%").exit_code == 0
+    ran = command("prune", half, out, *words, sparsity, "--keep-zeros")
+    assert ran.exit_code == 0, ran.stderr
+    assert ran.stderr.count("note: ") == ran.stderr.count("Pass a sparsity of more than 50.00 % to remove more") == 2 * noted
+    now = float(re.search(r"50.00 % were zero before and ([\d.]+) % are now", ran.stdout)[1])
+    assert now == pytest.approx(max(50, int(sparsity[:-1])), abs=0.05)

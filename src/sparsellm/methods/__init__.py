@@ -48,6 +48,7 @@ class LayerResult:
     Attributes:
         shape: (out, in).
         zeros: Number of weights that are zero.
+        zeros_before: Number of weights that were zero already in the model that the run pruned.
         error: Squared output error over the calibration tokens, relative to the energy of the target: the dense layer's output,
             or for the default method the dense stream's, with a correction for the error that the stream has accumulated.
         known: Statistics that the error is computed from: "Gram" (exact), "InputRMS" (inputs taken as uncorrelated) or
@@ -83,6 +84,7 @@ class LayerResult:
     bits: int | None = None
     group_size: int | None = None
     bits_per_weight: float | None = None
+    zeros_before: int = 0
 
     @property
     def sparsity(self) -> float:

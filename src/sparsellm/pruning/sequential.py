@@ -104,6 +104,7 @@ def _prune_block(
     epochs: list[EpochResult] = []
     training: TrainingResult | None = None
     unpruned = {name: tensor.clone() for name, tensor in block.unpruned_parameters().items()}
+    zeros_before = _zeros(block, plan)
     dense = {  # in the storage dtype, which holds every dense weight exactly
         block.full_name(name): layer.weight.detach().to(block.dtypes[block.parameter(name)], copy=True)
         for name, layer in block.layers.items()
@@ -114,6 +115,7 @@ def _prune_block(
         step = result
         if isinstance(step, LayerResult):
             weight = weights[step.name].weight
+            step = replace(step, zeros_before=zeros_before[step.name])
             if values is not None:
                 step = replace(step, **vars(values.of(step.name)), bits_per_weight=values.of(step.name).bits_per_weight(weight))
             if step.name in dense:
@@ -132,3 +134,10 @@ def _prune_block(
     note = method.note(block, plan)
     scales = {block.full_name(name): tensor for name, tensor in block.scales.items()}
     yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, training, changed, scales)
+
+
+def _zeros(block: Block, plan: Plan) -> dict[str, int]:
+    """The number of zeros in each planned layer, by its full name."""
+    weights = {block.full_name(name): layer.weight for name, layer in block.layers.items() if block.full_name(name) in plan}
+    kept = devices.to_python([weight.count_nonzero() for weight in weights.values()])
+    return {name: weight.numel() - int(count) for (name, weight), count in zip(weights.items(), kept, strict=True)}

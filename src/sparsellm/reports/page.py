@@ -15,13 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, plural
-from sparsellm.reports.commands import (
-    compare_command,
-    exclude_options,
-    run_command,
-    sweep_command,
-    sweep_yaml,
-)
+from sparsellm.reports.commands import compare_command, exclude_options, run_command, sweep_command, sweep_yaml
 from sparsellm.reports.compare import Comparison
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
@@ -44,6 +38,7 @@ from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import REPORT, SavedReport, read_record
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, trainings
+from sparsellm.runs.zeros_before import counts
 
 
 def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
@@ -132,7 +127,8 @@ def verdict(report: SavedReport, verified: bool) -> str:
         verified: Whether the output was read back and verified when it was written.
     """
     pattern = f"{report.n_m} sparsity, " if report.n_m else ""
-    parts = [f"{pattern}{_percent(report.totals.sparsity_of_pruned_layers)} of the weights in the pruned layers removed"]
+    removed = f"zero, {_percent(report.sparsity_before)} before the run" if counts(report) else "removed"
+    parts = [f"{pattern}{_percent(report.sparsity)} of the weights in the pruned layers {removed}"]
     figures = evaluations(report)
     before = evaluations(report.pruned) if report.pruned else {}
     for name in headlines(figures):

@@ -12,6 +12,7 @@ from sparsellm.data.json_files import is_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.runs.output_folder import check_finished, check_report, folder_path
 from sparsellm.runs.records import REPORT, SavedDigests, SavedReport, read_record
+from sparsellm.runs.result_records import SavedTotals
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ def changed_before(folder: Path | None) -> set[str]:
 def dtype_changed_before(folder: Path | None) -> bool:
     """Whether a model was written by a run that changed the dtype of its tensors, as its report says."""
     return folder is not None and (folder / REPORT).is_file() and read_output(folder).report.dtype_changed
+
+
+def totals_before(folder: Path | None) -> SavedTotals | None:
+    """The totals of the run that wrote a model, as its report says; None for other models."""
+    return None if folder is None or not (folder / REPORT).is_file() else read_output(folder).report.totals
 
 
 def foreign_file(folder: Path, kept: Collection[str]) -> str:

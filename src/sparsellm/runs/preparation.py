@@ -25,7 +25,7 @@ from sparsellm.recovery.block_training import windows_a_step
 from sparsellm.runs.events import Note, Observer, add_note
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names
-from sparsellm.runs.outputs import dtype_changed_before
+from sparsellm.runs.outputs import dtype_changed_before, totals_before
 from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import RULES
@@ -35,6 +35,7 @@ from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
 from sparsellm.runs.token_sequences import check_tokens, more_text, read_tokens, window_length
 from sparsellm.runs.training import check_memory
+from sparsellm.runs.zeros_before import note_before
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
 
@@ -85,6 +86,8 @@ def prepare(
         check_names(form, source, blocks=blocks, plan=plan)
         for text in _source_notes(form, source, report):
             add_note(text, report, observer)
+        for text in note_before(recipe, totals_before(source.folder)):
+            observer(Note(text))  # the report says what became of the zeros
     prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, source.length)
     calibration, read = read_tokens(recipe, source, length, given=given, shared=shared)

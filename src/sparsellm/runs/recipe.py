@@ -224,12 +224,13 @@ class Recipe(RunRecipe, RecipeFields):
     def model_steps(self) -> int:
         return SCOPE_STEPS["model"] if self.effort == "best" else 0
 
-    def describe(self) -> str:
+    def describe(self, predicate: str = "removed") -> str:
+        """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""
         detail = f" ({'as published, ' if self.as_published else ''}{self.inner_solver} inside, {self.epochs} epochs)"
         if not self.as_published:
             detail = f" ({self.inner_solver} inside, scope: {self.resolved_scope})"
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
         values = f", values {self.values}" if self.values else ""
-        size = self.size_label if self.sparsity is None else self.pattern.describe()
+        size = self.size_label if self.sparsity is None else self.pattern.describe(predicate)
         return f"{self.method}{detail}, {size}{values}"

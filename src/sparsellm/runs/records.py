@@ -17,10 +17,21 @@ from sparsellm.runs.output_folder import REPORT as REPORT
 from sparsellm.runs.output_folder import WORK as WORK
 from sparsellm.runs.output_folder import folder_path
 from sparsellm.runs.quantization_file import SCALES_FILE
-from sparsellm.runs.result_records import Finite, Index, Number, Record, SavedFigure, SavedGradual, SavedTraining
+from sparsellm.runs.result_records import (
+    Finite,
+    Index,
+    Number,
+    Record,
+    SavedFigure,
+    SavedGradual,
+    SavedSearch,
+    SavedTotals,
+    SavedTraining,
+)
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runs.training_outcome import WHOLE_MODEL as WHOLE_MODEL
 from sparsellm.runs.training_outcome import changed_nothing, trainings
+from sparsellm.runs.zeros_before import counts
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import NM
 
@@ -98,40 +109,11 @@ class SavedDigests(Record):
     report: str
 
 
-class SavedTotals(Record):
-    """Totals of a run."""
-
-    pruned_layers: int
-    sparsity_of_pruned_layers: Finite
-    sparsity_of_model: Finite
-    bits_of_pruned_layers: Number | None = None
-    parameters: int | None = None
-
-
 class SavedPruning(Record):
     """What the report of a recovery repeats of the pruned checkpoint's."""
 
     perplexity: dict[str, SavedPair] = {}
     tasks: dict[str, SavedPair] = {}
-
-
-class SavedPoint(Record):
-    """A `Point` of a search."""
-
-    sparsity: Finite
-    effort: str
-    met: bool
-    perplexity: dict[str, Number] = {}
-    accuracy: dict[str, Finite] = {}
-    size: int | None = None
-    undecided: bool = False
-
-
-class SavedSearch(Record):
-    """The target of a search, and the sparsities that it tried."""
-
-    target: str
-    points: list[SavedPoint]
 
 
 class SavedPacking(Record):
@@ -185,6 +167,16 @@ class SavedReport(Record):
         return [layer for block in self.blocks for layer in block.layers]
 
     @property
+    def sparsity(self) -> float:
+        """The fraction of the pruned layers' weights that are zero."""
+        return self.totals.sparsity_of_pruned_layers
+
+    @property
+    def sparsity_before(self) -> float:
+        """The fraction of these weights that were zero before."""
+        return self.totals.sparsity_before
+
+    @property
     def n_m(self) -> str:
         """The N:M pattern of all pruned layers, as "2:4", also of a recovery; empty if they have none in common."""
         patterns = {layer.pattern for layer in self.layers}
@@ -200,7 +192,8 @@ class SavedReport(Record):
         totals, recipe = self.totals, self.recipe
         size = f"{recipe['bits']} bits a weight" if recipe.get("bits") else recipe.get("sparsity")
         recovered = "pruned; nothing was recovered" if changed_nothing(trainings(self)) else "pruned and recovered"
-        how = recovered if "pruned" in recipe else f"pruned by {recipe.get('method', 'sparsellm')}, {size}"
+        pruned = "; ".join(filter(None, (f"pruned by {recipe.get('method', 'sparsellm')}, {size}", counts(self))))
+        how = recovered if "pruned" in recipe else pruned
         zeros = f"{100 * totals.sparsity_of_pruned_layers:.2f} % of the weights in {totals.pruned_layers} pruned layers"
         texts = []
         for text, pair in self.perplexity.items():

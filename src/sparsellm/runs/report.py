@@ -22,6 +22,7 @@ from sparsellm.runs.recipe_fields import recipe_yaml
 from sparsellm.runs.records import layer_frame
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, read_gradual, trainings
+from sparsellm.runs.zeros_before import note_after, note_surplus
 from sparsellm.solvers.statistics import TokenCount
 
 if TYPE_CHECKING:
@@ -108,6 +109,12 @@ class Report(Summarized):
         return sum(layer.zeros for layer in self.layers) / count if count else 0.0
 
     @property
+    def sparsity_before(self) -> float:
+        """The fraction of these weights that were zero before."""
+        count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
+        return sum(layer.zeros_before for layer in self.layers) / count if count else 0.0
+
+    @property
     def recovered_nothing(self) -> bool:
         """Whether this is a recovery of which no step, of any stage, lowered a loss: the weights are as they were pruned."""
         return isinstance(self.recipe, RecoveryRecipe) and changed_nothing(trainings(self))
@@ -155,6 +162,7 @@ class Report(Summarized):
         return {
             "pruned_layers": len(self.layers),
             "sparsity_of_pruned_layers": self.sparsity,
+            **({"sparsity_before": self.sparsity_before} if self.sparsity_before else {}),
             **({"bits_of_pruned_layers": sum(bits) / sum(size for _, size in sizes)} if 0 < len(bits) == len(sizes) else {}),
             "parameters": self.parameters,
             "zeros": self.zeros,
@@ -226,14 +234,10 @@ class Report(Summarized):
         if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
             text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
             yield f"{text}: use more calibration tokens"
+        yield from note_after(self.recipe, self)
         if isinstance(self.recipe, Recipe) and self.recipe.rounds:
             return  # kept weights that round to 0 are zeros too
-        if surplus := [x for x in self.layers if x.zeros != x.pattern.count_removed(x.shape[0] * x.shape[1])]:
-            yield (
-                f"{len(surplus)} layers have more zeros than requested, {surplus[0].name} first "
-                f"({100 * surplus[0].sparsity:.2f} %): inputs are always zero, "
-                "dense weights were zero already, or small weights round to zero in the model's dtype"
-            )
+        yield from note_surplus(self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""

@@ -65,6 +65,36 @@ class SavedTraining(Record):
     curve: list[SavedValidation] = []
 
 
+class SavedTotals(Record):
+    """Totals of a run."""
+
+    pruned_layers: int
+    sparsity_of_pruned_layers: Finite
+    sparsity_before: Finite = 0.0
+    sparsity_of_model: Finite
+    bits_of_pruned_layers: Number | None = None
+    parameters: int | None = None
+
+
+class SavedPoint(Record):
+    """A `Point` of a search."""
+
+    sparsity: Finite
+    effort: str
+    met: bool
+    perplexity: dict[str, Number] = {}
+    accuracy: dict[str, Finite] = {}
+    size: int | None = None
+    undecided: bool = False
+
+
+class SavedSearch(Record):
+    """The target of a search, and the sparsities that it tried."""
+
+    target: str
+    points: list[SavedPoint]
+
+
 class SavedStage(Record):
     """A stage of a gradual pruning: its sparsity, the perplexity before and after its recovery, and its trainings by name."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sparsellm.errors import plural
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.result_records import SavedGradual
+from sparsellm.runs.zeros_before import Counted, describe_pruning
 
 if TYPE_CHECKING:
     from sparsellm.runs.recipe import RunRecipe
@@ -48,7 +49,7 @@ class TrainedBlock(Protocol):
     def refined(self) -> Training | None: ...
 
 
-class Trained(Protocol):
+class Trained(Counted, Protocol):
     """A `Report`, or a `SavedReport`."""
 
     @property
@@ -81,7 +82,7 @@ def describe_outcome(recipe: RunRecipe, report: Trained) -> str:
     """Describe a run in one line, as its recipe does; a recovery by what it did."""
     found = trainings(report)
     if not isinstance(recipe, RecoveryRecipe) or not found:
-        return recipe.describe()
+        return describe_pruning(recipe, report)
     after = ""
     if gradual := read_gradual(report):
         recipe, after = recipe.model_copy(update={"pruned": gradual.pruned}), f", {gradual.describe()}"

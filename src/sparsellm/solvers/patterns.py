@@ -43,9 +43,9 @@ class Unstructured:
         """Number of columns whose mask is chosen together; None for all columns."""
         return None
 
-    def describe(self) -> str:
-        """A description for messages and reports."""
-        return f"{100 * self.sparsity:.10g} % removed, unstructured"
+    def describe(self, predicate: str = "removed") -> str:
+        """A description for messages and reports, of weights that are `predicate`."""
+        return f"{100 * self.sparsity:.10g} % {predicate}, unstructured"
 
     def check(self, shape: tuple[int, int]) -> None:
         """Accept any (out, in) shape."""
@@ -111,9 +111,9 @@ class NM:
         """Number of columns whose mask is chosen together: one group."""
         return self.group
 
-    def describe(self) -> str:
-        """A description for messages and reports."""
-        return f"{self} ({self.zeros} of every {self.group} removed, {100 * self.sparsity:.1f} %)"
+    def describe(self, predicate: str = "removed") -> str:
+        """A description for messages and reports, of weights that are `predicate`."""
+        return f"{self} ({self.zeros} of every {self.group} {predicate}, {100 * self.sparsity:.1f} %)"
 
     def check(self, shape: tuple[int, int]) -> None:
         """Raise InvalidSetting if `group` does not divide the number of inputs of an (out, in) shape."""

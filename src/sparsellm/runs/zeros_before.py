@@ -1,0 +1,72 @@
+"""What is said of a run on a model that has zeros already: how many there were, how many there are, and how to keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from sparsellm.errors import plural
+from sparsellm.methods import BlockMethod, LayerResult
+from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.result_records import SavedTotals
+
+NOTABLE = 0.01
+"""Fraction of zeros before a run from which they are told of; weights of models that were never pruned are zero by chance."""
+
+
+class Counted(Protocol):
+    """A `Report`, or a `SavedReport`."""
+
+    @property
+    def sparsity(self) -> float: ...
+    @property
+    def sparsity_before(self) -> float: ...
+
+
+def describe_pruning(recipe: RunRecipe, report: Counted) -> str:
+    """Describe a pruning run in one line, as its recipe does, or by the zeros before and after it if there were any before."""
+    if isinstance(recipe, Recipe) and (zeros := counts(report)):
+        return f"{recipe.describe('to be zero')}; {zeros}"
+    return recipe.describe()
+
+
+def counts(report: Counted) -> str:
+    """The zeros of the pruned layers before and after a run, in part of a sentence; empty if there were none before."""
+    if report.sparsity_before < NOTABLE:
+        return ""
+    return f"{100 * report.sparsity_before:.2f} % were zero before and {100 * report.sparsity:.2f} % are now"
+
+
+def note_before(recipe: RunRecipe, totals: SavedTotals | None) -> Iterator[str]:
+    """What is to be known before a run on a model that another run has pruned, from the totals of that one's report."""
+    if not isinstance(recipe, Recipe) or totals is None:
+        return
+    if totals.sparsity_of_pruned_layers >= NOTABLE and (advice := _advice(recipe, totals.sparsity_of_pruned_layers)):
+        share, layers = f"{100 * totals.sparsity_of_pruned_layers:.2f} %", plural(totals.pruned_layers, "layer")
+        yield f"{recipe.model} is pruned already: {share} of the weights in {layers} are zero. {advice}"
+
+
+def note_after(recipe: RunRecipe, report: Counted) -> Iterator[str]:
+    """What became of zeros that a model had before its pruning, unless they were kept and others added, as was asked for."""
+    if isinstance(recipe, Recipe) and (zeros := counts(report)) and (advice := _advice(recipe, report.sparsity_before)):
+        yield f"of the weights in the pruned layers {zeros}. {advice}"
+
+
+def note_surplus(layers: Sequence[LayerResult]) -> Iterator[str]:
+    """Which layers have more zeros than their pattern removes and than they had before, and why that may be."""
+    if surplus := [x for x in layers if x.zeros > max(x.zeros_before, x.pattern.count_removed(x.shape[0] * x.shape[1]))]:
+        yield (
+            f"{len(surplus)} layers have more zeros than requested, {surplus[0].name} first "
+            f"({100 * surplus[0].sparsity:.2f} %): inputs are always zero, "
+            "some dense weights were zero already, or small weights round to zero in the model's dtype"
+        )
+
+
+def _advice(recipe: Recipe, before: float) -> str:
+    """How to keep the zeros of a model, or to get more; empty if the recipe does, or its method cannot."""
+    more = f"a sparsity of more than {100 * before:.2f} % to remove more"
+    if isinstance(getattr(recipe, "given", None), BlockMethod):
+        return ""  # a method of one's own decides itself
+    if not recipe.keep_zeros:
+        return f"Pass `keep_zeros=True` to keep these zeros, and {more}"
+    return "" if recipe.sparsity is None or recipe.pattern.sparsity > before else f"Pass {more}"
