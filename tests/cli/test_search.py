@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from sparsellm.reports.measures import Figure
 from sparsellm.reports.search import bisect
 from sparsellm.reports.sweep_runner import CellFolder
 from sparsellm.reports.target import Decision, Point, Target, outcome, undecided_note
+from sparsellm.reports.target import point_of as real_point
 from sparsellm.runs.events import NextRun, Note
 from sparsellm.runs.records import SavedPair, load_report
 from tests import processes
@@ -232,6 +234,71 @@ def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
     assert any(isinstance(event, Note) and f"{final[0]} misses the target" in event.text for event in seen)
     assert [point.met for point in result.points if point.effort == "standard"] == [True, False]
     assert load_report(tmp_path / "out").recipe["sparsity"] == final[1]
+
+
+@pytest.mark.parametrize("method", [("--method", "wanda"), ("--effort", "fast"), ("--method", "magnitude")])
+def test_a_search_that_ends_at_its_largest_sparsity_says_so(
+    method: tuple[str, ...], words: tuple[object, ...], tmp_path: Path, command: Command
+) -> None:
+    """Where trials have the output's own settings, the last one is the output: no sparsity is pruned twice."""
+    target = ("--max-perplexity-increase", "1e9%")
+    done = command("search", *words, *method, tmp_path / "out", *target, "--progress", "json")
+    assert done.exit_code == 0, done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    (note,) = (line["note"] for line in lines if "that is tried" in line.get("note", ""))
+    assert note == (
+        "90% has a perplexity increase of at most 1000000000 %, and is the largest sparsity that is tried. "
+        "Pass a smaller --step for larger ones"
+    )
+    assert list(dict.fromkeys(line["name"] for line in lines if line.get("name"))) == [f"trying {x}%" for x in (50, 70, 80, 90)]
+    saved = load_report(tmp_path / "out")
+    assert saved.search is not None
+    assert [point.sparsity for point in saved.search.points] == [0.5, 0.7, 0.8, 0.9]
+    assert [text for text in saved.notes if "largest sparsity that is tried" in text]
+    assert command("verify", tmp_path / "out").exit_code == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / ".sparsellm").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--step", "19%", "--max-perplexity-increase", "1e9%"),
+            "95% has * the largest sparsity * A pruning run takes larger ones",
+        ),
+        (
+            ("--allocation", "owl", "--allocation-bounds", "10%:75%", "--max-perplexity-increase", "1e9%"),
+            "70% has * the largest sparsity * Widen --allocation-bounds for larger ones",
+        ),
+        (("--max-size", "1GB"), "10% has * the smallest sparsity * Pass a smaller --step for smaller ones"),
+    ],
+)
+def test_each_bound_of_a_search(
+    options: tuple[str, ...], message: str, words: tuple[object, ...], tmp_path: Path, command: Command
+) -> None:
+    done = command("search", *words, "--method", "wanda", tmp_path / "out", *options)
+    assert done.exit_code == 0, done.stderr
+    assert fnmatch(done.stderr, f"*note: {message}*"), done.stderr
+
+
+def test_the_last_trial_is_no_output_where_it_misses_the_target(
+    settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest sparsity that met the target is pruned again, to the bytes of a run of its own."""
+    monkeypatch.setattr(
+        searching, "point_of", lambda sparsity, *x, **y: replace(real_point(sparsity, *x, **y), met=sparsity < 0.85)
+    )
+    runs: list[str] = []
+    observe = {"observe": lambda event: runs.append(event.name) if isinstance(event, NextRun) else None}
+    target = {"max_perplexity_increase": 1e-9, "method": "wanda"}
+    result = sparsellm.search(loud["llama"], tmp_path / "out", **target, **settings, **observe)
+    assert runs == ["trying 50%", "trying 70%", "trying 80%", "trying 90%", "output at 80%"]
+    assert result.sparsity == 0.8
+    del settings["step"]
+    sparsellm.prune(loud["llama"], "wanda", "80%", **settings).save_pretrained(tmp_path / "alone")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "alone")]
+    assert files[0] == files[1]
 
 
 def test_an_unreachable_target_shows_the_curve_and_leaves_nothing(

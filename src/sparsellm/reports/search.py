@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pruning.journal import JOURNAL
 from sparsellm.reports.sweep_cells import Cell
 from sparsellm.reports.sweep_runner import CellFolder, run_cell
-from sparsellm.reports.target import Point, Target, outcome, packed_size, point_of, undecided_note
+from sparsellm.reports.target import HIGHEST, Point, Target, bound_note, outcome, packed_size, point_of, undecided_note
 from sparsellm.runs.early_checks import check_inputs
-from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
+from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage, add_note
 from sparsellm.runs.export import Result, claimed
 from sparsellm.runs.fingerprint import DenseCache, environment, model_fingerprint
 from sparsellm.runs.inputs import SameInputs, run_inputs
@@ -31,9 +31,6 @@ from sparsellm.runs.schedule import announce_runs
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
-
-HIGHEST = 0.95
-"""The largest sparsity that is tried; beyond it, models of any size are far from the dense one."""
 
 FINEST = 1e-3
 """The smallest step: measurements of two models that are closer differ by less than their standard errors."""
@@ -104,7 +101,7 @@ def search_sparsity(
         opened = open_model(recipe)
         folder = path / WORK / f"search-{_digest(recipe, opened)}"
         try:
-            return _Searcher(recipe, target, path, folder=folder, observe=observe).run(grid, opened)
+            return _Searcher(recipe, target, path, grid=grid, folder=folder, observe=observe).run(opened)
         except BaseException as error:
             _clean_up(folder, error)
             raise
@@ -113,33 +110,38 @@ def search_sparsity(
 class _Searcher:
     """A search in its folder of cells."""
 
-    def __init__(self, recipe: Recipe, target: Target, output: Path, *, folder: Path, observe: Observer) -> None:
+    def __init__(
+        self, recipe: Recipe, target: Target, output: Path, *, grid: list[float], folder: Path, observe: Observer
+    ) -> None:
         self._recipe, self._target, self._output, self._folder, self._observe = recipe, target, output, folder, observe
+        self._grid = grid
+        self._found: Search | None = None
         self._shared, self._inputs = DenseCache(folder / "dense", observe), SameInputs()
         self._points: dict[tuple[bool, float], Point] = {}
         self._sizes: dict[float, int] = {}
-        self._number, self._expected = (
-            0,
-            1,
-        )  # of this run, and of all that the search takes if its output meets the target
+        self._number, self._expected = 0, 1  # of this run, and of all that the search takes if its output meets the target
 
-    def run(self, grid: Sequence[float], opened: OpenedModel) -> Search:
+    def run(self, opened: OpenedModel) -> Search:
         """Find the sparsity among those of the grid, and write the output."""
+        grid = self._grid
         self._inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
         if self._target.size is None:
             self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
             trials = [_fast(self._recipe, self._target)] * (self._expected - 1)
             written = [False] * len(trials) + [True]
             announce_runs([*trials, self._recipe], self._observe, written=written, shared=self._shared)
-            found = bisect(lambda number: self._try(grid[number - 1]).met, len(grid))
+            found = bisect(lambda number: self._is_met(number - 1), len(grid))
             candidates = grid[:found][::-1]
             if note := undecided_note(self._sorted(), self._target):
                 self._observe(Note(note))
+            if self._found:
+                return self._found
         else:
             self._sizes = {sparsity: packed_size(self._recipe, opened, sparsity) for sparsity in grid}
             candidates = [sparsity for sparsity in grid if self._sizes[sparsity] <= self._target.size][:1]
         for sparsity in candidates:
-            if (result := self._finish(sparsity)) is not None:
+            self._number = max(self._number, self._expected - 1)  # fewer trials may have sufficed
+            if (result := self._finish(sparsity, "output at")) is not None:
                 return result
             point = self._points[True, sparsity]
             fails = f"is not known to meet the target ({point.describe()})" if point.undecided else "misses the target"
@@ -149,6 +151,18 @@ class _Searcher:
         known = "is known to have" if any(point.undecided for point in tried) else "has"
         advice = "Relax the target" + (", or measure on more text, `evaluate_limit`." if known != "has" else ".")
         raise TargetNotReached(f"No sparsity {known} {self._target}: {nearest}. Nothing was written. {advice}", tried)
+
+    def _is_met(self, index: int) -> bool:
+        """Whether the sparsity at this place of the grid meets the target, with the effort "fast".
+
+        Where that is the recipe itself, the last one that is tried is written at once if it does: it is the output.
+        """
+        sparsity, tried = self._grid[index], {sparsity for _, sparsity in self._points}
+        is_last = tried.issuperset(self._grid[max(index - 1, 0) : index] + self._grid[index + 1 : index + 2])
+        if not is_last or _fast(self._recipe, self._target) != self._recipe:
+            return self._try(sparsity).met
+        self._found = self._finish(sparsity, "trying")
+        return self._found is not None
 
     def _try(self, sparsity: float) -> Point:
         """The point of a sparsity with the effort "fast", from its cell or from a run."""
@@ -160,21 +174,23 @@ class _Searcher:
                 cell_folder.finish(run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check))
         return self._finished_point(cell_folder, sparsity)
 
-    def _finish(self, sparsity: float) -> Search | None:
-        """Prune with the final effort, and write the output; None if it misses the target."""
+    def _finish(self, sparsity: float, name: str) -> Search | None:
+        """Prune with the final effort, and write the output; None if it misses the target. name: of the run, for observers."""
         cell_folder = self._cell(sparsity, self._recipe)
         if cell_folder.result.exists() and not self._finished_point(cell_folder, sparsity).met:
             return None  # an earlier process has seen it
 
         def save(result: Result) -> None:
             saved = SavedReport.model_validate_json(result.report.to_json())
-            if self._add(sparsity, self._recipe, saved).met:
+            if (point := self._add(sparsity, self._recipe, saved)).met:
+                if note := bound_note(point, self._target, self._grid, self._recipe):
+                    add_note(note, result.report, self._observe)
                 result.report.search = {"target": str(self._target), "points": [asdict(point) for point in self._sorted()]}
                 self._observe(Stage(WRITING))
                 result.save_pretrained(self._output, overwrite=True)
 
-        self._number = max(self._number + 1, self._expected)  # fewer trials may have sufficed
-        self._announce(f"output at {Unstructured(sparsity)}")
+        self._number += 1
+        self._announce(f"{name} {Unstructured(sparsity)}")
         with cell_folder.taken():
             result = run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check, then=save)
             if result.report.search is None:

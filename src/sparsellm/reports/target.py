@@ -23,6 +23,9 @@ from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.sparse.packed_tensors import estimated_bytes
 
+HIGHEST = 0.95
+"""The largest sparsity that a search tries; beyond it, models of any size are far from the dense one."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -201,6 +204,24 @@ def outcome(point: Point, target: Target) -> str:
     if point.size is None and point.increase is not None and point.increase_error is None:
         return f"was measured to have {target}, with an unknown error"
     return f"has {target}"
+
+
+def bound_note(point: Point, target: Target, grid: Sequence[float], recipe: Recipe) -> str:
+    """That a search ended at a bound of the sparsities it tries, and what to change; empty if it did not.
+
+    Args:
+        point: The sparsity that it found.
+        grid: The sparsities to choose from, in increasing order.
+    """
+    if point.sparsity != (grid[-1] if target.size is None else grid[0]):
+        return ""
+    most, more = ("largest", "larger") if target.size is None else ("smallest", "smaller")
+    advice = f"A pruning run takes {more} ones"
+    if recipe.allocation_bounds is not None:
+        advice = f"Widen `allocation_bounds` for {more} ones"
+    elif target.size is not None or grid[-1] < HIGHEST - 1e-9:
+        advice = f"Pass a smaller `step` for {more} ones"
+    return f"{Unstructured(point.sparsity)} {outcome(point, target)}, and is the {most} sparsity that is tried. {advice}"
 
 
 def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
