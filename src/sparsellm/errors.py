@@ -24,8 +24,10 @@ Settings are named as in Python, between backticks, as `samples` or `offload=Fal
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 MAX_MESSAGE = 1000
@@ -113,6 +115,17 @@ class TargetNotReached(SparseLLMError, RuntimeError):
     def __init__(self, message: str, points: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.points = tuple(points)
+
+
+@contextmanager
+def written_to(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name what is written in errors of the system: of a full disk they name no file, else a temporary one or a part of it."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, SparseLLMError):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparsellm.errors import InvalidSetting, SparseLLMError
+from sparsellm.errors import InvalidSetting, SparseLLMError, written_to
 
 MAX_BYTES = 256 * 2**20
 """Largest file that is read. A safetensors header has up to 100 MB; indices and reports are smaller."""
@@ -160,11 +160,12 @@ def durable(file: Path, data: bytes) -> None:
     machine = f"{zlib.crc32(platform.node().encode()):08x}"  # unique with the process, as another one may write the same file
     temporary = file.with_name(f"{file.name}.{machine}.{os.getpid()}.partial")
     try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
+        with written_to(file):
+            with temporary.open("wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(file)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -116,6 +116,7 @@ def export(
         OutputExists: The folder exists.
         BadCheckpoint: The model is missing, incomplete or damaged, or holds NaN or infinity.
         VerificationFailed: The model is not what the run that pruned it wrote, or the result differs from the model.
+        TooLarge: The disk has too little room.
     """
     source = Source.open(model)
     scales = read_scales(source.folder)
@@ -138,11 +139,16 @@ def export(
             for name, part in parts.items():
                 writer.add(name, part)
 
+    def size(file: Path) -> int:
+        """About how many bytes are written for a file: of a layer the integers, without the scales."""
+        tensors = read_headers(file).items()
+        return sum(math.prod(x.shape) * schemes[key].num_bits // 8 if key in layers else x.nbytes for key, x in tensors)
+
     settings = {"form": "compressed-tensors", "values": values}
     with claimed(output, overwrite, source.folder) as path:
         observe(f"reading {model}")
         digests, report = read_checked(source)
-        with converted(source, path, convert, settings=settings, verb="exporting", observe=observe) as work:
+        with converted(source, path, convert, size=size, settings=settings, verb="exporting", observe=observe) as work:
             zeros = 0
             for file, target in zip(source.files, source.targets(), strict=True):
                 for key in (key for key in read_headers(file) if key in layers):

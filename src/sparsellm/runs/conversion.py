@@ -14,6 +14,7 @@ from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.data.json_files import durable, read_json, strict_json
 from sparsellm.errors import BadCheckpoint, VerificationFailed
+from sparsellm.runs.estimates import check_disk, free_disk
 from sparsellm.runs.export import raise_system_errors, set_default_permissions
 from sparsellm.runs.output_lock import locked, replacing
 from sparsellm.runs.packed_documents import Source
@@ -33,6 +34,7 @@ def converted(
     path: Path,
     convert: Callable[[Path, FileWriter], None],
     *,
+    size: Callable[[Path], int],
     settings: Mapping[str, Any],
     verb: str,
     observe: Observe,
@@ -45,27 +47,36 @@ def converted(
         source: The model.
         path: The output.
         convert: Writes the tensors of a file.
+        size: About how many bytes are written for a file; 0 if it is not known.
         settings: What the content of the files depends on, besides the model.
         verb: What is done to the files, for `observe`.
         observe: Receives what is being done.
+
+    Raises:
+        TooLarge: The output needs more than is free on its disk.
     """
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
     key = {"version": VERSION, "model": str(source.folder.resolve()), "files": stamps, **settings}
-    with raise_system_errors(path), locked(path):
+    with locked(path):
         finished = path / WORK / FINISHED
         try:
             _keep_finished(finished, key)
-            for file, target in zip(source.files, source.targets(), strict=True):
-                if not (finished / target).exists():
+            targets = dict(zip(source.files, source.targets(), strict=True))
+            left = {file: target for file, target in targets.items() if not (finished / target).exists()}
+            sizes = [size(file) for file in left]
+            needed = sum(sizes) + max(sizes, default=0)  # a file is written in parts, which are then joined
+            check_disk(path, needed, free_disk(path))
+            with raise_system_errors(path, needed):
+                for file, target in left.items():
                     observe(f"{verb} {file.name}")
                     with FileWriter(finished / target) as writer, _named(source.name):
                         convert(file, writer)
-            observe("reading back what was written")
-            with replacing(path) as work, unchanged(source.stamps):
-                for target in source.targets():
-                    (finished / target).rename(work / target)
-                write_index(work, source.targets())
-                yield work
+                observe("reading back what was written")
+                with replacing(path) as work, unchanged(source.stamps):
+                    for target in targets.values():
+                        (finished / target).rename(work / target)
+                    write_index(work, source.targets())
+                    yield work
         except SourceChanged:
             shutil.rmtree(finished, ignore_errors=True)
             raise

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.data.paths import local_path
+from sparsellm.errors import TooLarge
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.coverage import Coverage
 from sparsellm.pruning.plan import PLANNED_LAYERS, PlannedLayer
@@ -98,6 +99,13 @@ def human_seconds(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def check_disk(output: Path, needed: int, free: int) -> None:
+    """Raise TooLarge if a command writes more bytes than are free where its output is."""
+    if needed > free:
+        sizes = f"{human_bytes(needed)} of disk are needed, and {human_bytes(free)} are free"
+        raise TooLarge(f"{output}: {sizes}. Write to another disk.")
 
 
 def free_disk(folder: Path) -> int:

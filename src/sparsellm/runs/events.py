@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import SerializeAsAny, TypeAdapter
 
 from sparsellm.data.json_files import finite
+from sparsellm.errors import written_to
 from sparsellm.pruning.sequential import Step
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
@@ -236,5 +237,5 @@ class EventLog:
     def _write(self, text: str) -> None:
         """Append to the file, which is opened and closed each time so that a killed process loses no line."""
         if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as stream:
+            with written_to(self._file), self._file.open("a", encoding="utf-8") as stream:
                 stream.write(text)

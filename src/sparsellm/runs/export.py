@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
 from sparsellm.data.json_files import strict_json
-from sparsellm.errors import OutputExists
+from sparsellm.errors import OutputExists, written_to
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import IntegerValues
+from sparsellm.runs.estimates import free_disk
 from sparsellm.runs.events import EventLog
 from sparsellm.runs.output_folder import check_writable, files_outside_work
 from sparsellm.runs.output_lock import first_link, locked, replacing
@@ -33,6 +35,7 @@ from sparsellm.runs.records import ANEW, CARD, LOG, REPORT, WORK
 from sparsellm.runs.report import Report
 from sparsellm.runs.verification import check_written, proven
 from sparsellm.runtime import collectives
+from sparsellm.runtime.memory import human_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,7 +97,7 @@ class Result(Summarized):
         """Write the files, and return the folder's absolute path."""
         with (
             claimed(folder, overwrite, self.dense) as path,
-            raise_system_errors(path),
+            raise_system_errors(path, sum(x.numel() * x.element_size() for x in self.model.parameters())),
             replacing(path) as work,
             unchanged(*self.read, ignored=(*ANEW, LOG)),
         ):
@@ -178,13 +181,36 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
 
 
 @contextmanager
-def raise_system_errors(path: Path) -> Iterator[None]:
-    """Raise an OSError instead of a SafetensorError that a system error caused, such as a full disk."""
+def raise_system_errors(path: Path, needed: int) -> Iterator[None]:
+    """Raise errors of the system with the path of the output, also where they are SafetensorErrors, as of a full disk.
+
+    Args:
+        path: The output.
+        needed: About how many bytes are written, which is told if the disk is full; 0 if it is not known.
+    """
+    try:
+        with _named_in(path):
+            yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC and needed:
+            free = f"{human_bytes(free_disk(path))} are free: make room, or write to another disk"
+            error.add_note(f"about {human_bytes(needed)} are needed there, and {free}")
+        raise
+
+
+@contextmanager
+def _named_in(path: Path) -> Iterator[None]:
+    """Name an output in errors of the system that name nothing, or a file in it."""
     try:
         yield
     except SafetensorError as error:
         code = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else error from error
+    except OSError as error:
+        if isinstance(error.filename, int) or not error.filename or Path(os.fsdecode(error.filename)).is_relative_to(path):
+            with written_to(path):
+                raise
+        raise
 
 
 def write_checkpoint(source: Checkpoint, model: PreTrainedModel, weights: DiskWeights | None, work: Path) -> None:

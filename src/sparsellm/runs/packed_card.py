@@ -77,7 +77,7 @@ def record_speed(packed: str | Path, bench: Bench) -> None:
     if card.is_file():
         lines = "".join(f"- {sentence}\n" for sentence in bench.describe())
         text = f"\nDecoding on {bench.machine}, by `sparsellm bench`:\n\n{lines}{END}"
-        card.write_text(_SPEED.sub(lambda _: text, card.read_text(encoding="utf-8")), encoding="utf-8")
+        durable(card, _SPEED.sub(lambda _: text, card.read_text(encoding="utf-8")).encode())
     durable(output.folder / REPORT, f"{strict_json(content)}\n".encode())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -71,6 +72,19 @@ class _Form:
             return encode_tensor(name, tensor, self.archive), PackedEntry.of(tensor)
         return {}, None
 
+    def size(self, file: Path) -> int:
+        """About how many bytes are written for a file; 0 for an archive, of which that is not known."""
+        return 0 if self.archive else sum(map(self._size, read_headers(file)))
+
+    def _size(self, name: str) -> int:
+        """About how many bytes are written for a tensor."""
+        digest = self.digests[name]
+        if digest.dtype not in PACKABLE or len(digest.shape) < 2:
+            return digest.nbytes
+        if name in self.values:
+            return estimated_bytes(digest.numel, digest.zeros, digest.dtype, self.values[name].bits)
+        return estimated_bytes(digest.numel, _removed(digest, self.positive_zeros), digest.dtype)
+
     def convert(self, file: Path, writer: FileWriter) -> None:
         """Write the tensors of a file, packed or as they are."""
         entries: dict[str, PackedEntry] = {}
@@ -128,6 +142,7 @@ def pack(
         BadCheckpoint: The model is missing, incomplete or damaged, or holds NaN or infinity.
         UnsupportedModel: `values` is set, and the model's layers are unknown.
         VerificationFailed: The model is not what the run that pruned it wrote, or the result differs from the model.
+        TooLarge: The disk has too little room.
     """
     source = Source.open(model)
     if is_packed(source.name, source.fields):
@@ -145,7 +160,8 @@ def pack(
         form = "archive" if archive else "plain"
         settings = {"form": form, "allow_dense": allow_dense, "positive_zeros": positive_zeros}
         settings |= {"values": values, "group_size": group_size, "scales": stamp(source.folder)}
-        with converted(source, path, packing.convert, settings=settings, verb="packing", observe=observe) as work:
+        convert = partial(converted, source, path, packing.convert, size=packing.size)
+        with convert(settings=settings, verb="packing", observe=observe) as work:
             written = [work / target for target in source.targets()]
             sizes = matrix_sizes(written, digests, positive_zeros=positive_zeros)
             before, after = (sum(file.stat().st_size for file in files) for files in (source.files, written))
@@ -181,6 +197,7 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         OutputExists: The folder to write exists.
         BadCheckpoint: A file is missing or damaged, or a tensor has another checksum than when it was packed.
         VerificationFailed: The result differs from the report in the packed folder.
+        TooLarge: The disk has too little room.
     """
     source = Source.open(packed)
     if not is_packed(source.name, source.fields):
@@ -200,9 +217,14 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
                 raise VerificationFailed(f"{name} {difference}", (wrong,))
             writer.add(name, read_stored(TensorLocation(file, name)))
 
+    def size(file: Path) -> int:
+        """The bytes of the tensors of a file, decoded."""
+        return sum(header.nbytes for header in read_headers(file).values())
+
+    settings = {"form": "dense"}
     with (
         claimed(model, overwrite, source.folder) as path,
-        converted(source, path, convert, settings={"form": "dense"}, verb="unpacking", observe=observe) as work,
+        converted(source, path, convert, size=size, settings=settings, verb="unpacking", observe=observe) as work,
     ):
         copy_files(source, work)
         if scales := stored_scales(source.files):

@@ -17,7 +17,7 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
 from sparsellm.runs.costs import Cost, Work, rates, work
 from sparsellm.runs.early_checks import check_inputs
-from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
+from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
 from sparsellm.runs.events import RECOVERING, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers
@@ -147,7 +147,8 @@ def fit_to_memory(
     attempt = partial(estimate, recipe, ready, output=output)
     plan = attempt(placement, batch=ready.batch)
     if not isinstance(recipe, Recipe):  # `check_memory` refuses a recovery that does not fit
-        _check_disk(plan, output)
+        if output:
+            check_disk(output, plan.peak.disk_bytes, plan.disk_free_bytes)
         return placement, ready.batch
     if not plan.fits and recipe.offload is None and not placement.streamed:
         plan = attempt(_streamed(plan, ready, files=output is not None), batch=plan.batch)
@@ -157,19 +158,13 @@ def fit_to_memory(
         plan = attempt(plan.placement, batch=plan.batch // 2)
     if not plan.fits:
         raise TooLarge(_refusal(plan, ready))
-    _check_disk(plan, output)
+    if output:
+        check_disk(output, plan.peak.disk_bytes, plan.disk_free_bytes)
     if plan.batch < ready.batch:
         observer(Note(f"{plan.batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
     # Holes in the processor's heap can be as large as the data. A run that has little memory returns freed memory at once.
     tight = plan.placement.streamed or 2 * plan.peak.data_bytes > placement.memory
     return replace(plan.placement, tight=tight and plan.device == "cpu"), plan.batch
-
-
-def _check_disk(plan: RunPlan, output: Path | None) -> None:
-    """Raise TooLarge if the run writes more than is free where its output is."""
-    if output and plan.peak.disk_bytes > plan.disk_free_bytes:
-        needed, free = human_bytes(plan.peak.disk_bytes), human_bytes(plan.disk_free_bytes)
-        raise TooLarge(f"{needed} of disk are needed, and {free} are free. Write to another disk.")
 
 
 def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement, speed: Work | None) -> StageEstimate:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sparsellm.errors import written_to
 from sparsellm.runtime import devices
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -240,4 +241,5 @@ class DiskList(TensorList):
 
     def _write(self, number: int, value: Tensor) -> None:
         """Write the file of a tensor."""
-        self._file(number).write_bytes(save({"x": value.detach().contiguous()}))  # save_file hides the OS error
+        with written_to(self._file(number)):
+            self._file(number).write_bytes(save({"x": value.detach().contiguous()}))  # save_file hides the OS error

@@ -30,21 +30,22 @@ SAVED_BITS, SAVED_FROM = 0.7, 0.3
 """Bits that a kept number takes less where so many small ones are removed, since few exponents are left."""
 
 
-def estimated_bytes(numel: int, removed: int, dtype: str) -> int:
+def estimated_bytes(numel: int, removed: int, dtype: str, bits: int | None = None) -> int:
     """Estimate the bytes of a matrix in the plain form from above, within a few per cent for weights pruned by their size.
 
     Args:
         numel: Number of its weights.
         removed: How many are removed. The estimate takes their positions for random.
         dtype: Name of its dtype.
+        bits: Those of the integers of a quantized matrix, whose scales are not counted; None for another.
     """
     sparsity = removed / max(numel, 1)
     item: torch.dtype = getattr(torch, dtype)
     dense = numel * item.itemsize
-    if sparsity < SPARSE:
+    if sparsity < SPARSE and bits is None:
         return dense
     mask = min(1.0, 1.25 - sparsity**4)  # in groups of four bits: a bit each, and those that are not all zero
-    value = CODED_BITS[dtype] - SAVED_BITS * min(1.0, sparsity / SAVED_FROM) ** 2
+    value = bits or CODED_BITS[dtype] - SAVED_BITS * min(1.0, sparsity / SAVED_FROM) ** 2
     return min(dense, math.ceil((numel * mask + (numel - removed) * value) / 8))
 
 
