@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,31 @@ def test_a_page_replaces_pages_and_nothing_else_in_silence(name: str, made: Path
     assert mine.read_text().startswith("<html>mine")
     assert command(*words(name, made, mine), "--overwrite").exit_code == 0
     assert mine.read_bytes()[:200] == first[:200]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_page_that_cannot_be_written(
+    name: str, made: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the user's file; where the folder tells, before the work."""
+    page = tmp_path / "page.html"
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", f"{page}.0123.456.partial")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", read_only)
+        refused = command(*words(name, made, page))
+    assert refused.exit_code == 1
+    assert f"error: Read-only file system: {page}.\n" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for work in ("report_page", "read_comparison", "measure_bench"):
+        monkeypatch.setattr(f"sparsellm.reports.interface.{work}", None)
+    page = tmp_path / "file" / "page.html"
+    refused = command(*words(name, made, page))
+    assert refused.exit_code == 1
+    assert f"error: {page} cannot be written: {tmp_path / 'file'} is not a writable folder.\n" in refused.stderr
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "sparsellm.json", "page.html", "new/page.html", "../link.html"])

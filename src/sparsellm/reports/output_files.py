@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sparsellm.data.json_files import durable
 from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.runs.output_folder import check_place
 from sparsellm.runs.records import REPORT, WORK
 
 MARKS = (
@@ -27,13 +28,14 @@ def check_files(files: Iterable[Path], *, overwrite: bool) -> None:
         overwrite: Whether to replace files that sparsellm did not write.
 
     Raises:
-        InvalidSetting: A path is a folder, or is inside the output of a run.
+        InvalidSetting: A path is a folder, is inside the output of a run, or cannot be written.
         OutputExists: A file exists that sparsellm did not write.
     """
     for file in files:
         if file.is_dir():
             raise InvalidSetting(f"{file} is a folder. Name a file to write.")
         place = file.absolute()
+        check_place(file, place)
         for folder in {*place.parents, *place.resolve().parents}:
             if (folder / REPORT).is_file() or (folder / WORK).exists():
                 raise InvalidSetting(f"{file} is inside {folder.name}, the output of a run. Choose a place outside of it.")

@@ -50,12 +50,18 @@ def check_writable(output: str | Path, overwrite: bool = False, dense: str | Pat
     is_begun = (path / WORK).is_dir() and not files_outside_work(path)
     if path.exists() and not overwrite and not is_begun and not is_empty(path):
         raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
-    parent = next(folder for folder in path.parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InvalidSetting(f"{output} cannot be written: {parent} is not a writable folder.")
+    parent = check_place(output, path)
     for name in (*path.relative_to(parent).parts, aside(path).name):
         _check_name(output, parent / name)
     return path
+
+
+def check_place(output: str | Path, path: Path) -> Path:
+    """The folder that is to hold a file or folder, or the part of its path that exists. Raises InvalidSetting if it cannot."""
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InvalidSetting(f"{output} cannot be written: {parent} is not a writable folder.")
+    return parent
 
 
 def _check_name(output: str | Path, path: Path) -> None:
