@@ -23,7 +23,7 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.methods import BlockResult
 from sparsellm.models import sparse_matmul
 from sparsellm.runs.costs import rates, solver_cost
-from sparsellm.runs.events import Stage
+from sparsellm.runs.events import LOADING, Note, Stage
 from sparsellm.runs.planning import plan_run
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.recipe_methods import SOLVERS
@@ -404,3 +404,70 @@ def _counting(finished: list[int]) -> Callable[..., object]:
 
 def _weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _extended(folder: Path) -> None:
+    """Give a model a tensor that it does not use."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "extra.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "count"),
+    [
+        ({"samples": 2, "method": "sparsegpt"}, None, 1),  # fewer tokens than inputs
+        ({"samples": 2, "method": "sparsegpt", "calibration": "demo"}, None, 1),
+        ({"samples": 2, "method": "wanda", "evaluate": "calibration", "evaluate_limit": 2}, None, 2),
+        ({"samples": 2, "method": "wanda"}, _extended, 1),
+        ({"method": "magnitude"}, lambda folder: [x.unlink() for x in folder.glob("token*")], 1),  # no tokenizer
+        ({"samples": 8, "method": "wanda", "documents": "whole", "batch_size": 4}, None, 1),
+    ],
+    ids=[
+        "few tokens",
+        "few tokens of the demo",
+        "few and seen tests",
+        "unused tensor",
+        "no tokenizer",
+        "sequences of one text",
+    ],
+)
+def test_a_plan_has_the_notes_that_the_run_gives_before_its_work(
+    settings: dict[str, object],
+    change: Callable[[Path], object] | None,
+    count: int,
+    folders: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+) -> None:
+    """The same in the same order; on the command line with options, in JSON and in Python."""
+    model = Path(shutil.copytree(folders["llama"], tmp_path / "model"))
+    if change:
+        change(model)
+    text = {"calibration": str(text_file)} if settings["method"] != "magnitude" else {}
+    fields = {**text, "sequence_length": 32, **settings, "model": str(model), "sparsity": "60%"}
+    fields |= {"evaluate": str(text_file)} if "evaluate" in fields else {}
+    recipe = read_recipe(fields)
+    told: list[str] = []
+
+    class Loading(Exception):
+        """The notes before the work are given."""
+
+    def observe(event: object) -> None:
+        if isinstance(event, Note):
+            told.append(event.text)
+        if isinstance(event, Stage) and event.name == LOADING:
+            raise Loading
+
+    with pytest.raises(Loading), work_directory(tmp_path / "out") as work:
+        run(recipe, observe, work=work)
+    planned = plan_run(recipe, tmp_path / "out")
+    assert list(planned.notes) == told
+    assert len(told) == count, told
+    assert planned.to_dict()["notes"] == planned.notes
+    words = [word for name, x in fields.items() if name != "model" for word in (f"--{name.replace('_', '-')}", x)]
+    ran = command("plan", model, *words)
+    assert ran.exit_code == 0, ran.stderr
+    assert ran.stderr.count("note: ") == count
+    assert "`" not in ran.stderr
+    assert len(json.loads(command("plan", model, *words, "--json").stdout)["notes"]) == count

@@ -16,6 +16,7 @@ from sparsellm.cli.console import (
     in_process_group,
     print_json,
     print_line,
+    print_note,
     report_errors,
     stderr,
     stdout,
@@ -248,6 +249,8 @@ def plan(
         with stderr.status("planning"):
             planned = read_recovery({**settings, "pruned": recovered}) if recovered else read_recipe(settings, config)
             run_plan = plan_run(planned, output)
+        for note in run_plan.notes:
+            print_note(note, context)
         if as_json:
             print_json(run_plan.to_dict())
         else:

@@ -63,6 +63,7 @@ class RunPlan(Summarized):
     refusal: str = ""  # why the run would not begin
     coverage: Coverage | None = None  # how much of the blocks' weights is pruned
     each_layer: Sequence[PlannedLayer] = ()  # every linear layer of the blocks; empty from `estimate`
+    notes: tuple[str, ...] = ()  # those that the run gives before its work
 
     def summary(self) -> dict[str, str]:
         """Three lines: the layers and method, the memory and disk space, and the time with whether the run fits."""

@@ -13,12 +13,13 @@ import torch
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.data.in_memory import Given
 from sparsellm.errors import TooLarge
+from sparsellm.methods import BlockMethod
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
 from sparsellm.runs.costs import Cost, Work, rates, work
 from sparsellm.runs.early_checks import check_inputs
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
-from sparsellm.runs.events import RECOVERING, TRAINING, Note, Observer
+from sparsellm.runs.events import RECOVERING, TRAINING, Event, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers
 from sparsellm.runs.recipe import Recipe, RunRecipe
@@ -32,6 +33,9 @@ from sparsellm.runtime.memory import available, current_memory, human_bytes, rel
 
 FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
 """Freed memory that the processor's allocator keeps: this fraction of the data, at most so many bytes; measured on glibc."""
+
+MOST_BITS = 62
+"""By how many places an int64 can be shifted to the right."""
 
 
 def plan_run(
@@ -50,30 +54,37 @@ def plan_run(
         source: Model in memory that replaces the recipe's.
     """
     folder, report, refusal = Path(output or "."), Report(recipe), ""
+    notes: list[str] = []
+
+    def observe(event: Event) -> None:
+        """Keep the notes that the run would give before its work."""
+        notes.extend([event.text] if isinstance(event, Note) else [])
+
     check_inputs(recipe, given=given, has_model=source is not None)
     opened = open_model(recipe, source)
     if "calibration" not in (given or {}) and recipe.reads_text and recipe.calibration == "demo":
         opened.source.tokenizer()  # raises the error of a model without one
-        # Only the shape counts, and this text is long enough for any model.
-        zeros = torch.zeros(recipe.samples, window_length(recipe, opened.source.length), dtype=torch.long)
-        given = {**(given or {}), "calibration": zeros}
+        # Only the number of tokens counts, of sequences that differ, and this text is long enough for any model.
+        places = torch.arange(window_length(recipe, opened.source.length)).clamp(max=MOST_BITS)
+        given = {**(given or {}), "calibration": torch.arange(recipe.samples).unsqueeze(1) >> places & 1}
+    method: BlockMethod
     if isinstance(recipe, RecoveryRecipe):
         method, plan, _ = recovery_plan(recipe, opened.source, verified=False)
-        ready = prepare(opened, method, plan, report=report, observer=lambda _: None, given=given)
     else:
-        ready = prepare(opened, *make_plan(recipe, opened), report=report, observer=lambda _: None, given=given)
+        method, plan = make_plan(recipe, opened)
+    ready = prepare(opened, method, plan, report=report, observer=observe, given=given)
     placement, batch = choose_placement(recipe, ready, files=True), ready.batch
     placement = replace(placement, products=choose_products(recipe, ready))
     if source:  # its weights are no longer part of the free memory
         placement = replace(placement, memory=placement.memory + placement.model)
     try:
-        placement, batch = fit_to_memory(recipe, ready, placement, observer=lambda _: None, output=folder)
+        placement, batch = fit_to_memory(recipe, ready, placement, observer=observe, output=folder)
     except TooLarge as error:
         refusal = str(error)
     release_free_memory()  # what tokenising took
     estimated = estimate(recipe, ready, placement, batch=batch, output=folder, speed=rates(ready.device))
     each_layer, fits = recipe_layers(recipe, ready), estimated.fits and not refusal
-    return replace(estimated, coverage=report.coverage, fits=fits, refusal=refusal, each_layer=each_layer)
+    return replace(estimated, coverage=report.coverage, fits=fits, refusal=refusal, each_layer=each_layer, notes=tuple(notes))
 
 
 def estimate(

@@ -94,6 +94,8 @@ def prepare(
     windows, report.calibration = calibration.windows, calibration.description
     tests = {text: sequences.windows for text, sequences in read.items()}
     check_tokens(opened, windows, *tests.values())
+    if opened.no_text:  # not before: a text that needs the tokenizer is refused with the reason
+        add_note(opened.no_text, report, observer)
     for text in dict.fromkeys(note for sequences in (calibration, *read.values()) for note in sequences.notes):
         add_note(text, report, observer)
     if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):

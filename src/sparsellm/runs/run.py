@@ -123,8 +123,6 @@ def _run(
             report.origin = replace(report.origin, name=report.pruned["recipe"]["model"], hub=False)
     with phase(READING_TEXTS, report, observer):
         ready = prepare(opened, method, plan, report=report, observer=observer, given=given, shared=shared)
-    if opened.no_text:  # not before: a text that needs the tokenizer is refused with the reason
-        add_note(opened.no_text, report, observer)
     report.environment = environment(ready.device)
     placement, batch, journal = start_run(ready, report, observer, work=work)
     check(report.inputs)
