@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -293,3 +294,65 @@ def test_an_error_is_a_json_line_too(tiny: dict[str, Path], tmp_path: Path, comm
     assert text.exit_code == lines.exit_code == 1
     message = text.stderr[text.stderr.index("error: ") + 7 :].rstrip("\n")
     assert [json.loads(line) for line in lines.stderr.splitlines()][-1] == {"error": message}
+
+
+@pytest.fixture(scope="module")
+def made(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A pruned model, and the same packed; not to be written to."""
+    folders = {name: tmp_path_factory.mktemp("made") / name for name in ("run", "packed")}
+    sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(folders["run"])
+    sparsellm.pack(folders["run"], folders["packed"])
+    return folders
+
+
+DISPLAYED = {
+    "pack": (("pack", "{run}", "{out}"), ["packing", "reading", "packing", "reading back"]),
+    "unpack": (("unpack", "{packed}", "{out}"), ["unpacking", "unpacking", "reading back"]),
+    "export": (("export", "{run}", "{out}", "--values", "int4"), ["exporting", "reading", "exporting", "reading back"]),
+    "verify": (("verify", "{run}"), ["verifying"]),
+    "inspect": (("inspect", "{run}"), ["reading"]),
+    "bench": (("bench", "{packed}", "--tokens", "1", "--threads", "1"), ["measuring", "loading", "decoding"]),
+}
+"""Lines that read or write whole models without a run, and what is displayed of them in a pipe."""
+
+
+@pytest.mark.parametrize("name", DISPLAYED)
+def test_commands_without_a_run_are_displayed_in_a_pipe(
+    name: str, made: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    words, stages = DISPLAYED[name]
+    line = [word.format(**made, out=tmp_path / "out") for word in words]
+    ran = command(*line, "--json")
+    assert ran.exit_code == 0, ran.stderr
+    json.loads(ran.stdout)
+    shown = [x for x in ran.stderr.splitlines() if "memory" in x]
+    for text, stage in zip(shown, stages, strict=False):
+        assert text.startswith(stage), shown
+    assert len(shown) >= len(stages)
+    if name in ("pack", "unpack", "export"):
+        assert command(*line, "--overwrite", "--quiet").stderr == ""
+
+
+def test_a_long_stage_is_displayed_again(made: dict[str, Path], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of several gigabytes takes minutes: the line comes again with the time that has passed."""
+    verify = sparsellm.runs.verification.verify
+
+    def slow(*given: object, **settings: object) -> object:
+        time.sleep(0.5)
+        return verify(*given, **settings)
+
+    monkeypatch.setattr("sparsellm.runs.verification.verify", slow)
+    monkeypatch.setattr("sparsellm.runs.display.Plain.seconds", 0.1)
+    monkeypatch.setattr("sparsellm.runs.display.REFRESH_SECONDS", 0.05)
+    assert command("verify", made["run"]).stderr.count("verifying") > 1
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("json", True), ("quiet", False)])
+def test_packing_after_a_run_is_displayed_as_the_run_is(
+    mode: str, lines: bool, tiny: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    words = ("--quiet",) if mode == "quiet" else ("--progress", mode)
+    ran = command("prune", tiny["llama"], tmp_path / "out", "--method", "magnitude", "--pack", *words)
+    assert ran.exit_code == 0, ran.stderr
+    shown = [json.loads(line)["stage"] for line in ran.stderr.splitlines()]
+    assert any(stage.startswith("packing model") for stage in shown) == lines

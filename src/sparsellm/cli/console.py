@@ -10,10 +10,10 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,9 @@ from rich.text import Text
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 from sparsellm.runs.recipe_fields import RecipeFields
+
+if TYPE_CHECKING:
+    from sparsellm.runs.display import Mode
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
@@ -140,6 +143,25 @@ def print_note(text: str, context: typer.Context) -> None:
         print(json.dumps({"note": text}), file=stderr.file, flush=True)
     else:
         stderr.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+
+
+@contextmanager
+def displayed(name: str, context: typer.Context, mode: Mode = "auto") -> Iterator[Callable[[str], None]]:
+    """Display what a command does as a run displays its stages: in a live line on a terminal, in lines elsewhere.
+
+    Args:
+        name: What is done first.
+        mode: Form of the display.
+
+    Yields:
+        The function to call with what is done next.
+    """
+    from sparsellm.runs.display import Display
+    from sparsellm.runs.events import Stage
+
+    with Display(mode, partial(in_options, context=context)) as display:
+        display(Stage(name))
+        yield lambda text: display(Stage(text))
 
 
 def table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:

@@ -11,6 +11,7 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
+    displayed,
     in_options,
     in_process_group,
     print_error,
@@ -104,7 +105,8 @@ def inspect(
         from sparsellm.cli.display import print_inspection
         from sparsellm.runs.inspection import inspect as inspect_model
 
-        result = inspect_model(model, against, expect, trust_remote_code=trust_remote_code, architecture=architecture)
+        with displayed(f"reading {model}", context):
+            result = inspect_model(model, against, expect, trust_remote_code=trust_remote_code, architecture=architecture)
         if as_json:
             print_json(result.to_dict())
         else:
@@ -142,7 +144,7 @@ def verify(
         from sparsellm.runs.verification import verify as verify_output
 
         try:
-            with stderr.status(f"verifying {output}"):
+            with displayed(f"verifying {output}", context):
                 result = verify_output(output, against, trust_remote_code=trust_remote_code, architecture=architecture)
         except VerificationFailed as error:
             if as_json:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from sparsellm.cli import options
-from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout
+from sparsellm.cli.console import displayed, print_json, print_line, report_errors, stdout
 
 if TYPE_CHECKING:
     from sparsellm.runs.packed_documents import Packed
@@ -48,8 +48,7 @@ def pack(
 
         from sparsellm.runs.packing import pack as pack_model
 
-        with stderr.status(f"packing {model}") as status:
-            observe = (lambda text: None) if quiet else status.update
+        with displayed(f"packing {model}", context, "quiet" if quiet else "auto") as observe:
             result = pack_model(
                 model,
                 packed,
@@ -114,8 +113,7 @@ def unpack(
         from sparsellm.runs.packing import unpack as unpack_model
         from sparsellm.runtime.memory import human_bytes
 
-        with stderr.status(f"unpacking {packed}") as status:
-            observe = (lambda text: None) if quiet else status.update
+        with displayed(f"unpacking {packed}", context, "quiet" if quiet else "auto") as observe:
             result = unpack_model(packed, model, overwrite=overwrite, observe=observe)
         if as_json:
             print_json(asdict(result))
@@ -148,8 +146,7 @@ def export(
         from sparsellm.runs.compressed_export import export as export_model
         from sparsellm.runtime.memory import human_bytes
 
-        with stderr.status(f"exporting {model}") as status:
-            observe = (lambda text: None) if quiet else status.update
+        with displayed(f"exporting {model}", context, "quiet" if quiet else "auto") as observe:
             result = export_model(model, output, values=values, overwrite=overwrite, observe=observe)
         if as_json:
             print_json(asdict(result))

@@ -12,6 +12,7 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     collection_paused,
+    displayed,
     in_options,
     in_process_group,
     print_json,
@@ -168,7 +169,7 @@ def _write(
             if len(folders) > 1:
                 remove_shared_results(shared_folder)
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
-            _pack(to_pack, overwrite, on_stderr=as_json)
+            _pack(context, to_pack, overwrite, mode=mode, on_stderr=as_json)
         return
     with (
         Display(mode if is_main else "off", partial(in_options, context=context)) as display,
@@ -179,17 +180,17 @@ def _write(
         report = run_each(folders, observe, finished=finished, shared=shared, gradual=gradual, **replace)
     if is_main:
         _print_results([Path(output)] if gradual else folders, report, as_json)
-        _pack(to_pack, overwrite, on_stderr=as_json)
+        _pack(context, to_pack, overwrite, mode=mode, on_stderr=as_json)
 
 
-def _pack(folders: Mapping[Path, Path], overwrite: bool, *, on_stderr: bool) -> None:
+def _pack(context: typer.Context, folders: Mapping[Path, Path], overwrite: bool, *, mode: Mode, on_stderr: bool) -> None:
     """Pack outputs, each into the folder given for it, and print their sizes, to stderr if stdout holds JSON."""
     from sparsellm.cli.pack import print_packed
     from sparsellm.runs.packing import pack
 
     for folder, target in folders.items():
-        with stderr.status(f"packing {folder}") as status:
-            result = pack(folder, target, overwrite=overwrite, observe=status.update)
+        with displayed(f"packing {folder}", context, mode) as observe:
+            result = pack(folder, target, overwrite=overwrite, observe=observe)
         print_packed(stderr if on_stderr else stdout, result)
 
 

@@ -13,6 +13,7 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
+    displayed,
     in_options,
     print_error,
     print_json,
@@ -284,7 +285,7 @@ def bench(
         from sparsellm.reports.interface import bench as measure
         from sparsellm.reports.speed_plots import LEGEND, size_line, speed_tables
 
-        with stderr.status(f"measuring {packed}") as status:
+        with displayed(f"measuring {packed}", context) as observe:
             result = measure(
                 packed,
                 against,
@@ -294,7 +295,7 @@ def bench(
                 output=output,
                 record=record,
                 overwrite=overwrite,
-                observe=status.update,
+                observe=observe,
             )
         if as_json:
             print_json(result.to_dict())
