@@ -335,12 +335,14 @@ def test_a_model_that_is_pruned_already(known: bool, tiny: dict[str, Path], tmp_
     card, saved = (out / "README.md").read_text(encoding="utf-8"), sparsellm.load_report(out)
     assert f"magnitude, 30 % to be zero, unstructured; {zeros}." in card
     assert card.count(zeros) == 2
+    assert advice in card
     assert f"30%; {zeros}" in str(saved)
     assert saved.totals.sparsity_before == 0.5
     pytest.importorskip("matplotlib")
     page = sparsellm.report(out).read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
     assert "50 % of the weights in the pruned layers zero, 50 % before the run;" in page
     assert f"30 % to be zero, unstructured; {zeros}: 18 layers." in page
+    assert advice in page
     for text in (ran.stdout, card, page):
         assert "removed," not in text
         assert "more zeros than requested" not in text

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ import pytest
 import yaml
 from typer.testing import Result
 
+import sparsellm
 from sparsellm.cli import prune as cli_prune
-from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge
 from sparsellm.reports.commands import run_command, sweep_yaml
 from sparsellm.reports.figures import Plot
 from sparsellm.reports.page import report_page, verdict
@@ -33,6 +34,7 @@ from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import SavedBlock, SavedReport, load_report
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import PERPLEXITY as PERPLEXITY_OF_REPORT
+from sparsellm.runs.report import Report
 
 Command = Callable[..., Result]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -324,7 +326,7 @@ def test_a_page_says_why_costs_are_not_predicted(fields: dict[str, str], rule: s
     said = f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
     assert (said in page) == bool(rule)
     assert "Layers that cost most" in page
-    assert ("Not measured: name a text as `evaluate`." in page) == (not rule)
+    assert ("Not measured: name a text as --evaluate." in page) == (not rule)
 
 
 def test_layers_at_a_bound_of_the_allocation_are_marked() -> None:
@@ -505,3 +507,69 @@ def test_in_a_browser(kind: str, run_folder: Path, sweep_folder: Path, tmp_path:
     picture = tmp_path / "page.png"
     subprocess.run([*words, f"--screenshot={picture}"], capture_output=True, timeout=120, check=True)
     assert picture.stat().st_size > 10_000
+
+
+def test_results_name_settings_as_the_run_that_was_started(
+    loud: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the command line as its options, in Python as its arguments: notes in card, page and report."""
+    real = Report.warnings
+
+    def warnings(report: Report, damping: float | None) -> Iterator[str]:
+        yield from real(report, damping)
+        if isinstance(report.recipe, RecoveryRecipe):
+            yield "no step lowered the loss. Use more text, with more `samples`, or more `steps`"
+
+    monkeypatch.setattr(Report, "warnings", warnings)
+    half = sparsellm.prune(loud["llama"], "magnitude", "50%").save_pretrained(tmp_path / "half")
+    few = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "steps": 3, "written": 0}
+    words = [word for name, x in few.items() for word in (f"--{name.replace('_', '-')}", x)]
+    cases = [
+        (
+            lambda out: command("recover", half, out, "--against", loud["llama"], "--scope", "block", *words),
+            lambda out: sparsellm.recover(half, loud["llama"], scope="block", **few).save_pretrained(out),
+            ("more --samples, or more --steps", "more `samples`, or more `steps`"),
+        ),
+        (
+            lambda out: command("prune", half, out, "--method", "magnitude"),
+            lambda out: sparsellm.prune(half, "magnitude").save_pretrained(out),
+            ("Pass --keep-zeros to", "Pass `keep_zeros=True` to"),
+        ),
+        (
+            lambda out: command("search", half, out, "--method", "magnitude", "--max-size", "1GB", "--step", "40%"),
+            lambda out: sparsellm.search(half, out, max_size="1GB", method="magnitude", step=0.4),
+            ("Pass a smaller --step", "Pass a smaller `step`"),
+        ),
+    ]
+    for number, (from_command, from_python, said) in enumerate(cases):
+        for start, told, other in ((from_command, *said), (from_python, *said[::-1])):
+            out = tmp_path / f"{number} {start is from_python}"
+            assert getattr(start(out), "exit_code", 0) == 0
+            texts = [(out / name).read_text(encoding="utf-8") for name in ("README.md", "sparsellm.json")]
+            for text in (*texts, report_page(out)[0]):
+                text = text.replace("\\`", "`")  # noqa: PLW2901
+                assert told in text, (number, told)
+                assert other not in text, (number, other)
+
+
+@pytest.mark.parametrize("started", ["by the command", "in Python"])
+def test_errors_of_a_sweep_name_settings_as_it_was_started(
+    started: str, loud: dict[str, Path], tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TooLarge("Too large. Pass `batch_size=1`.")
+
+    monkeypatch.setattr("sparsellm.reports.sweep_runner.run", fail)
+    file, out = tmp_path / "sweep.yaml", tmp_path / "sweep"
+    recipe = {"model": str(loud["llama"]), "method": "magnitude"}
+    file.write_text(yaml.safe_dump({"recipe": recipe, "axes": {"sparsity": ["50%", "60%"]}}), encoding="utf-8")
+    if started == "in Python":
+        sparsellm.sweep(file, out)
+    else:
+        command("sweep", file, out)
+    told = {json.loads(failed.read_text())["error"] for failed in out.rglob("failed.json")}
+    assert told == {f"Too large. Pass {'`batch_size=1`' if started == 'in Python' else '--set batch_size=1'}."}

@@ -24,6 +24,7 @@ from rich.text import Text
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 from sparsellm.runs.recipe_fields import RecipeFields
+from sparsellm.runs.wording import wording
 
 if TYPE_CHECKING:
     from sparsellm.runs.display import Mode
@@ -39,7 +40,8 @@ LESS_MEMORY = {"batch_size": "a smaller", "samples": "fewer", "sequence_length":
 def report_errors(context: typer.Context) -> Iterator[None]:
     """Turn errors into one message and exit status 1, or raise them with --debug; print remarks on checkpoints once each."""
     try:
-        with remarks_to(lambda text, is_new: print_note(text, context) if is_new else None):
+        words, show_note = partial(in_options, context=context), partial(print_note, context=context)
+        with wording(words), remarks_to(lambda text, is_new: show_note(text) if is_new else None):
             yield
     except KeyboardInterrupt as interrupt:
         notes = getattr(interrupt, "__notes__", ["nothing was written"])

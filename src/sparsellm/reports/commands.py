@@ -45,13 +45,23 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: SavedGrad
         )
     lines += stages
     for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=without).items():
-        option = f"--{name.replace('_', '-')}"
+        option = _option(name)
         if isinstance(value, bool):
             lines.append([option if value else option.replace("--", "--no-", 1)])
         else:
             for item in map(str, value if isinstance(value, list) else [value]):
                 lines.append([f"{option}={item}"] if item.startswith("-") else [option, item])
     return " \\\n  ".join(map(shlex.join, lines))
+
+
+def setting_name(recipe: Recipe | RecoveryRecipe, name: str) -> str:
+    """A setting as what `run_command` returns names it."""
+    return f"`{name}`" if isinstance(recipe, ObjectRecipe) else _option(name)
+
+
+def _option(name: str) -> str:
+    """The option of a field."""
+    return f"--{name.replace('_', '-')}"
 
 
 def sweep_command(file: str, output: str, *, smoke: bool) -> str:

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, plural
-from sparsellm.reports.commands import compare_command, exclude_options, run_command, sweep_command, sweep_yaml
+from sparsellm.reports.commands import compare_command, exclude_options, run_command, setting_name, sweep_command, sweep_yaml
 from sparsellm.reports.compare import Comparison
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
@@ -227,7 +227,8 @@ def _not_predicted(recipe: Recipe | RecoveryRecipe) -> str:
     if isinstance(recipe, RecoveryRecipe):
         return ""
     if recipe.allocation_rule == "fisher":
-        return "Not measured: name a text as `evaluate`. What is predicted does not hold for a method that compensates."
+        text = setting_name(recipe, "evaluate")
+        return f"Not measured: name a text as {text}. What is predicted does not hold for a method that compensates."
     rule = PurePath(recipe.allocation_rule).name
     return f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
 

@@ -31,6 +31,7 @@ from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.runs.run import run
 from sparsellm.runs.schedule import announce_runs
+from sparsellm.runs.wording import worded
 from sparsellm.runs.workspace import work_directory
 
 CELLS = "cells"
@@ -109,7 +110,7 @@ class CellFolder:
 
     def fail(self, error: Exception) -> str:
         """Write the error of the cell, which marks it as failed; returns the message in one line."""
-        text = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+        text = worded(" ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())]))
         trace = "".join(traceback.format_exception(error))
         record = {"labels": dict(self.cell.labels), "error": text, "kind": type(error).__name__, "traceback": trace}
         durable(self.failure, (strict_json(record) + "\n").encode())

@@ -19,6 +19,7 @@ from sparsellm.errors import written_to
 from sparsellm.pruning.sequential import Step
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
+from sparsellm.runs.wording import worded
 
 OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
 ESTIMATING = "estimating the time of every run"
@@ -184,7 +185,8 @@ def phase(
 
 
 def add_note(text: str, report: Report, observer: Observer) -> None:
-    """Add a note to the report, and send it as an event."""
+    """Add a note to the report, in the words of whoever started the run, and send it as an event."""
+    text = worded(text)
     report.notes.append(text)
     observer(Note(text))
 
