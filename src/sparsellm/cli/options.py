@@ -15,6 +15,7 @@ import typer.core
 from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
+from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.runs.recipe_fields import PANELS, RecipeFields, RecoveryFields, RunFields
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -181,7 +182,8 @@ FromSparsity = Annotated[str | None, _gradual("--from", metavar="PERCENT", help=
 ToSparsity = Annotated[str | None, _gradual("--to", metavar="PERCENT", help="Sparsity of the last stage.")]
 _STAGES = "Number of stages, each of which prunes further and then trains."
 Stages = Annotated[int | None, _gradual(metavar="N", help=_STAGES, show_default="4")]
-_TEXT = "Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."  # typer 0.27 would name it --TEXT
+_TEXT = f"Text to measure the perplexity on: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file."
+# typer 0.27 would name it --TEXT
 Text = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]
 
 Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]

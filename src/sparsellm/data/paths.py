@@ -8,6 +8,12 @@ from pathlib import Path
 
 from sparsellm.errors import InvalidSetting
 
+TEXT_NAMES = ("c4", "wikitext2", "ptb", "demo")
+"""The names of texts."""
+
+TEXT_FILES = ".txt, .json, .jsonl, .csv, .parquet, .raw or .txt.gz"
+"""The files that texts are read from, by their suffixes, as help and messages list them; the last is any compressed one."""
+
 
 def local_path(path: str | Path) -> Path:
     """The path with a home folder in place of `~`. Raises InvalidSetting if this machine does not know that folder."""

@@ -218,5 +218,3 @@ READERS: Mapping[str, Callable[[Path, str | None, int | None], Iterable[Row] | L
 }
 """By suffix, the function that reads the rows of a file. Its further arguments are the field that holds the documents, and the
 most bytes of a file that must be read whole."""
-
-SUFFIXES = f"{', '.join([*READERS][:-1])} or {[*READERS][-1]}"

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from sparsellm.data import demo
 from sparsellm.data.data_sets import is_saved, open_saved, read_data_set
-from sparsellm.data.paths import local_path
+from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES, local_path
 from sparsellm.data.rows import Conversation
-from sparsellm.data.text_files import READERS, SUFFIXES, read_documents, suffix_of
+from sparsellm.data.text_files import READERS, read_documents, suffix_of
 from sparsellm.errors import BadText, Unreachable, nearest
 
 Split = Literal["calibration", "test"]
@@ -108,7 +108,7 @@ HUB = {
         revision="refs/convert/parquet",  # the main branch has a loading script, which `datasets` 4 does not support
     ),
 }
-NAMES = (*HUB, "demo")
+NAMES = TEXT_NAMES
 
 
 def read_text(name_or_path: str, split: Split, field: str | None = None, *, memory: int | None = None) -> Text:
@@ -187,7 +187,7 @@ def _read_from_hub(name: str, split: Split) -> Text:
         offline = "HF_HUB_OFFLINE is set. " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise Unreachable(
             f"The text {name!r} ({source.path} on the hub) could not be read: {type(error).__name__}: {reason}. {offline}"
-            f"Pass a local file ({SUFFIXES}), or 'demo', or read it once with a network to have it cached."
+            f"Pass a local file, {TEXT_FILES}, or 'demo', or read it once with a network to have it cached."
         ) from error
     documents: Sequence[str] = data[source.column]
     if split == "test" and source.test_documents:
@@ -242,22 +242,22 @@ def _checked(name: str) -> Path:
     suffix, shown = suffix_of(path), _shortened(name)
     try:
         if path.is_dir():
-            raise BadText(f"{path} is a folder. Name one file in it ({SUFFIXES}), or a folder that save_to_disk wrote.")
+            raise BadText(f"{path} is a folder. Name one file in it, {TEXT_FILES}, or a folder that save_to_disk wrote.")
         if not path.exists():
             is_path = len(name.split()) == 1 and (suffix or "/" in name or os.sep in name)
             if suffix in READERS or is_path:
                 missing = path.absolute() if shown == name else shown
-                raise BadText(f"There is no file {missing}. Give a path to {SUFFIXES}, or the name of a text.")
-            raise BadText(f"No text is called {shown!r}. {nearest(shown, NAMES)} Or give a path to {SUFFIXES}.")
+                raise BadText(f"There is no file {missing}. Give a path to {TEXT_FILES}, or the name of a text.")
+            raise BadText(f"No text is called {shown!r}. {nearest(shown, NAMES)} Or give a path to {TEXT_FILES}.")
         if suffix not in READERS:
-            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {SUFFIXES}.")
+            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {TEXT_FILES}.")
         if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
             raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
         with path.open("rb"):
             return path
     except OSError as error:
         reason = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror
-        raise BadText(f"{shown!r} cannot be read: {reason}. Give a path to {SUFFIXES}, or the name of a text.") from error
+        raise BadText(f"{shown!r} cannot be read: {reason}. Give a path to {TEXT_FILES}, or the name of a text.") from error
 
 
 def _shortened(name: str) -> str:

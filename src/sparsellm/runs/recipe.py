@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from pydantic import field_validator, model_validator
 
+from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.runs.recipe_fields import (
     ALLOCATIONS,
@@ -30,10 +31,7 @@ EFFORTS: dict[str, tuple[SolverName, str]] = {
 SCOPE_STEPS = {"block": 100, "model": 1200}
 """Default number of gradient steps of a recovery: for each block, or for the whole model."""
 
-NEEDS_TEXT = (
-    "needs a calibration text: pass a .txt, .csv, .json, .jsonl or .parquet file as `calibration`, "
-    "or one of c4, wikitext2, ptb, demo."
-)
+NEEDS_TEXT = f"needs a calibration text: pass a {TEXT_FILES} file as `calibration`, or one of {', '.join(TEXT_NAMES)}."
 
 
 class RunRecipe(RunFields):

@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.errors import InvalidSetting
 
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
@@ -138,9 +139,7 @@ class RunFields(BaseModel):
         None, "YAML file that describes the model's architecture.", "the built-in table, or what is detected"
     )
 
-    calibration: str | None = _option(
-        None, "Calibration text: c4, wikitext2, ptb, demo, or a .txt, .csv, .json, .jsonl, .parquet or .gz file."
-    )
+    calibration: str | None = _option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.")
     text_field: str | None = _data(
         None,
         "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.",
