@@ -63,7 +63,8 @@ def converted(
             _keep_finished(finished, key)
             targets = dict(zip(source.files, source.targets(), strict=True))
             left = {file: target for file, target in targets.items() if not (finished / target).exists()}
-            sizes = [size(file) for file in left]
+            with _named(source.name):
+                sizes = [size(file) for file in left]
             needed = sum(sizes) + max(sizes, default=0)  # a file is written in parts, which are then joined
             check_disk(path, needed, free_disk(path))
             with raise_system_errors(path, needed):
