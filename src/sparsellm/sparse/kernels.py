@@ -22,7 +22,8 @@ MAX_TOKENS = 16
 """Tokens up to which the kernels may multiply. From there on, torch's product with decoded rows takes less time."""
 
 PASS = 8
-"""Tokens up to which the kernels multiply. Whether they do so with more of them, in several passes, is measured."""
+"""Tokens up to which the kernels multiply. Whether they do so with more of them, in several passes, is measured; always if the
+values are integers."""
 
 MEASURED = (1024, 2048)
 """Rows and columns of the matrix that is measured for this."""
@@ -130,7 +131,8 @@ def multiply(
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
     library = load_library()
     can = library is not None and 0 < tokens <= MAX_TOKENS and x.is_cpu
-    if library is None or not can or (tokens > PASS and passes_speedup(values.dtype) < 1):
+    may_decode = tokens > PASS and scales is None  # the other way rounds products of scales and integers
+    if library is None or not can or (may_decode and passes_speedup(values.dtype) < 1):
         return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
     parts = _addresses((mask, values, row_starts), scales, group_size)
     return _call(library, x, parts, shape=(rows, columns), bias=bias)
@@ -142,24 +144,16 @@ def passes_speedup(dtype: torch.dtype) -> float:
     Measured once, as `sparsellm.runtime.alternatives` does.
 
     Args:
-        dtype: Dtype of the packed values; uint8 for pairs of numbers of 4 bits.
+        dtype: Dtype of the packed values and of the tokens.
     """
 
     def make() -> tuple[Computation, Computation]:
         generator = torch.Generator().manual_seed(0)
-        x, keep = torch.randn(MAX_TOKENS, MEASURED[1], generator=generator), torch.rand(MEASURED, generator=generator) < 0.5
-        if dtype.is_floating_point:
-            dense = torch.randn(MEASURED, generator=generator).to(dtype)
-            weight: Bitmask | QuantizedBitmask = Bitmask.from_dense(dense.where(keep, 0.0))
-        else:
-            integers = torch.randint(-7, 8, MEASURED, generator=generator, dtype=torch.int8)
-            scales, bits = torch.ones(MEASURED[0], 1, dtype=torch.bfloat16), 8 if dtype is torch.int8 else 4
-            weight = QuantizedBitmask.from_integers(integers * keep, scales, bits=bits, group_size=0, keep=keep)
-        x = x.to(dtype if dtype.is_floating_point else torch.bfloat16)
+        x, dense = (torch.randn(size, MEASURED[1], generator=generator).to(dtype) for size in (MAX_TOKENS, MEASURED[0]))
+        weight = Bitmask.from_dense(dense.where(dense > 0, 0.0))
         library = load_library()
         assert library is not None
-        own_scales = weight.scales if isinstance(weight, QuantizedBitmask) else None
-        parts = _addresses((weight.mask, weight.values, weight.row_starts), own_scales, 0)
+        parts = _addresses((weight.mask, weight.values, weight.row_starts), None, 0)
         return lambda: _multiply_tiles(x, weight, None), lambda: _call(library, x, parts, shape=MEASURED)
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
