@@ -230,6 +230,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         yield partial
         partial.rename(folder)
     except BaseException:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # its next alarm would interrupt this
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
