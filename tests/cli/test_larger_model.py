@@ -138,11 +138,15 @@ def test_what_cannot_be_measured(
         assert "out of memory in training with 8 sequences" in refused(text)
 
 
-def test_time_that_runs_out(larger: ModuleType, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Within a training: no model is left, and the next call begins with it."""
-    assert larger.main(words(text, tmp_path / "work", "--device", "cpu", "--minutes", "0.0005")) == 1
+def test_time_that_runs_out(
+    larger: ModuleType, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a training, which would take an hour: no model is left, and the next call begins with it."""
+    monkeypatch.setattr(larger, "TRAINING_SHARE", 1e4)
+    monkeypatch.setattr(larger, "REPEATS", None)
+    assert larger.main(words(text, tmp_path / "work", "--device", "cpu", "--minutes", "0.02")) == 1
     err = capfd.readouterr().err
-    assert "0.0005 minutes are over: 0 cells" in err
+    assert "0.02 minutes are over: 0 cells" in err
     assert "Traceback" not in err
     assert not list(tmp_path.glob("work/[lo.]*"))
 

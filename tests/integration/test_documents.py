@@ -48,7 +48,7 @@ LEFT_OUT = {
     "optimizer.pt": "the state of a training",
     "training_args.bin": "the state of a training",
     "adapter_config.json": "an adapter, which is no part of the model",
-    "modeling_own.py": "code, which goes along with `trust_remote_code=True`",
+    "modeling_own.py": "code, which goes along with --trust-remote-code",
     "checkpoint-5/config.json": "another checkpoint",
     "checkpoint-5/model.safetensors": "weights that are not loaded",
 }
