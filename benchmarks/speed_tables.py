@@ -7,12 +7,15 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import excess
 from measuring import MEASURED, markdown_table
 
 FILE = MEASURED / "speed.json"
+AVX2_FILE = MEASURED / "speed-avx2.json"
+"""A race where torch, oneDNN, MKL and the kernels use AVX2, as on other processors: docs/results.md."""
 
 LENGTH = 512
 """Tokens of a window."""
@@ -62,9 +65,9 @@ def tables() -> list[str]:
     return [*lines, "### Growth", "", *_scaling_table(known["scaling"])]
 
 
-def race_table(depth: int = 12) -> list[str]:
+def race_table(depth: int = 12, file: Path = FILE) -> list[str]:
     """The race on so many blocks: medians, ratios within each round, and what the operations alone would take."""
-    known = json.loads(FILE.read_text())
+    known = {"memory": {}} | json.loads(file.read_text())
     race, rounds = next((key, rounds) for key, rounds in known["race"].items() if _depth(key) == depth)
     shape, blocks, windows, _ = race.split(" | ")
     best = rounds[best_peer(rounds)]

@@ -41,10 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     from sparsellm.runs.compute_dtype import bf16_speedup
     from sparsellm.runs.machine_cache import use_cache
     from sparsellm.runtime import alternatives
-    from sparsellm.runtime.products import onednn_speedup
+    from sparsellm.runtime.products import bf16_matmul_speedup, onednn_speedup
 
     use_cache()
-    onednn_speedup(), max_density(), max_density(torch.bfloat16), bf16_speedup(torch.device("cpu"))
+    onednn_speedup(), bf16_matmul_speedup(), max_density(), max_density(torch.bfloat16), bf16_speedup(torch.device("cpu"))
     alternatives.keep()
 
 

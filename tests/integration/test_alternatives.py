@@ -15,7 +15,7 @@ from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import matmul_of, max_density
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs import startup
-from sparsellm.runtime import alternatives, products
+from sparsellm.runtime import alternatives, devices, products
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 
@@ -33,6 +33,7 @@ def test_a_run_says_what_was_chosen(tiny: dict[str, Path], text_file: Path) -> N
     settings = {"calibration": str(text_file), "samples": 4, "sequence_length": 32}
     environment = sparsellm.prune(tiny["opt"], "wanda", "50%", **settings).report.environment
     assert environment["float32 products"] == ("oneDNN" if products.uses_onednn() else "torch")
+    assert environment["products in solvers"] == ("bfloat16" if devices.multiplies_bfloat16(CPU) else "float32")
     assert environment["zeros are skipped"] == f"from {100 * (1 - max_density()):.0f} % zeros on"
     alternatives.adopt({"float32 products that skip zeros": 0.88})
     assert startup._agree_on_alternatives(None, None)["zeros are skipped"] != "from 80 % zeros on"  # its own again
@@ -40,10 +41,18 @@ def test_a_run_says_what_was_chosen(tiny: dict[str, Path], text_file: Path) -> N
 
 def test_a_resumed_run_keeps_what_its_machine_chose(tmp_path: Path) -> None:
     """Also where the machine that resumes it chooses something else."""
-    begun = {"float32 products by oneDNN": 3.0, "float32 products that skip zeros": 0.88}
+    begun = {
+        "float32 products by oneDNN": 3.0,
+        "float32 products that skip zeros": 0.88,
+        "matrix products in bfloat16": 0.01,
+    }
     Journal.begin(tmp_path, {}).note("speedups", begun)
     resumed = startup._agree_on_alternatives(None, Journal.resume(tmp_path, {}).share())
-    assert resumed == {"float32 products": "oneDNN", "zeros are skipped": "from 80 % zeros on"}
+    assert resumed == {
+        "float32 products": "oneDNN",
+        "zeros are skipped": "from 80 % zeros on",
+        "products in solvers": "float32",
+    }
     assert products.uses_onednn()
     assert max_density() == pytest.approx(0.2)
 
@@ -83,6 +92,13 @@ def products_of(rows: int, columns: int, tokens: int) -> Iterator[tuple[Callable
         for count in (kernels.PASS, kernels.MAX_TOKENS):
             x = inputs[:count].bfloat16()
             yield partial(kernels._multiply_tiles, x, packed, None), partial(kernels.matmul, x, packed)
+
+
+@pytest.mark.parametrize(("speedup", "used"), [(0.03, False), (2.0, True)])
+def test_solvers_round_where_that_is_faster(speedup: float, used: bool) -> None:
+    """Not where the processor has the instructions and torch may not use them, as with ONEDNN_MAX_CPU_ISA=AVX2."""
+    alternatives.adopt({products.BFLOAT16_NAME: speedup})
+    assert devices.multiplies_bfloat16(CPU) is used
 
 
 @pytest.mark.skipif(not kernels.available(), reason="no kernels are compiled")

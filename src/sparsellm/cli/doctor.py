@@ -57,7 +57,7 @@ def _examine() -> dict[str, Any]:
     from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
     from sparsellm.runs.machine_cache import use_cache
     from sparsellm.runtime import alternatives, devices
-    from sparsellm.runtime.products import onednn_speedup, uses_onednn
+    from sparsellm.runtime.products import BFLOAT16_SPEEDUP, bf16_matmul_speedup, onednn_speedup, uses_onednn
     from sparsellm.sparse import kernels, memory_reads
 
     use_cache()
@@ -77,6 +77,7 @@ def _examine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
         "float32": {"onednn_speedup": onednn_speedup(), "onednn_used": uses_onednn()},
+        "solvers": {"bfloat16_speedup": bf16_matmul_speedup(), "bfloat16_used": bf16_matmul_speedup() >= BFLOAT16_SPEEDUP},
         "skipped_zeros": {"max_density": max_density()},
         "packed": {"tokens": _packed_tokens()},
         "unsteady": alternatives.unsteady(),
@@ -86,6 +87,10 @@ def _examine() -> dict[str, Any]:
             for device in accelerators
         ],
     }
+
+
+def _used(used: bool) -> str:
+    return "used" if used else "not used"
 
 
 def _packed_tokens() -> int:
@@ -106,14 +111,18 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
     present, memory, half = found["kernels"], found["memory"], found["bfloat16"]
     others = ", ".join(name for name in present["instruction_sets"] if name != present["in_use"])
     threads = plural(found["threads"], "thread")
-    full, density = found["float32"], found["skipped_zeros"]["max_density"]
+    full, solvers, density = found["float32"], found["solvers"], found["skipped_zeros"]["max_density"]
     faster = f"oneDNN is {full['onednn_speedup']:.1f} times as fast as torch's, "
     rows = [
         ["sparsellm", f"{found['sparsellm']}, Python {found['python']}"],
         ["kernels", f"{present['in_use']} in use; also here: {others or 'no other'}" if present["in_use"] else NO_KERNELS],
         ["processor", f"{found['processor']}, {plural(found['processors'], 'processor')}, {threads} in use"],
-        ["bfloat16", f"products are {half['speedup']:.1f} times as fast as in float32, {'' if half['used'] else 'not '}used"],
-        ["float32", faster + ("used" if full["onednn_used"] else "not used")],
+        ["bfloat16", f"products are {half['speedup']:.1f} times as fast as in float32, {_used(half['used'])}"],
+        [
+            "solvers",
+            f"products in bfloat16 are {solvers['bfloat16_speedup']:.1f} times as fast, {_used(solvers['bfloat16_used'])}",
+        ],
+        ["float32", faster + _used(full["onednn_used"])],
         [
             "pruned weights",
             f"products skip zeros from {100 * (1 - density):.0f} % zeros on" if density else "no zeros are skipped",

@@ -25,7 +25,8 @@ from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import alternatives, collectives
-from sparsellm.runtime.products import uses_onednn
+from sparsellm.runtime.devices import multiplies_bfloat16
+from sparsellm.runtime.products import bf16_matmul_speedup, uses_onednn
 
 OF_ONE = ("environment.device", f"{OF_RECIPE}device")
 """Settings that may differ between the processes of a run."""
@@ -130,6 +131,7 @@ def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None
     return {
         "float32 products": "oneDNN" if uses_onednn() else "torch",
         "zeros are skipped": f"from {100 * (1 - limit):.0f} % zeros on" if limit else "never",
+        "products in solvers": "bfloat16" if multiplies_bfloat16(torch.device("cpu")) else "float32",
     }
 
 
@@ -137,6 +139,7 @@ def _measure_alternatives(products: torch.dtype | None) -> dict[str, float]:
     """Measure what a run on a CPU chooses from, if this machine is not known yet."""
     uses_onednn()
     max_density(products)
+    bf16_matmul_speedup()
     return alternatives.known()
 
 

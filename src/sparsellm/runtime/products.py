@@ -1,4 +1,4 @@
-"""Matrix products in float32 on a CPU, by oneDNN where torch's own are slower.
+"""Matrix products in float32 on a CPU, by oneDNN where torch's own are slower; and whether products in bfloat16 are faster.
 
 On x86, torch calls MKL, which uses the 256-bit vectors of AVX2 on AMD processors. oneDNN, which is a part of torch and is what
 its bfloat16 products call, uses AVX-512 on any processor. On Zen 5 it is about twice as fast. Sums are of float32 in both.
@@ -26,6 +26,9 @@ SPEEDUP = 1.2
 
 NAME = "float32 products by oneDNN"
 """Name of the comparison with torch's."""
+
+BFLOAT16_SPEEDUP, BFLOAT16_NAME = 1.2, "matrix products in bfloat16"
+"""Least speedup for which solvers multiply in bfloat16 on a CPU, and the name of that comparison with float32."""
 
 TOKENS, WIDTH = 256, 512
 """Size of the product that is measured, which takes a thread 1 to 3 milliseconds."""
@@ -119,6 +122,22 @@ def onednn_speedup() -> float:
 
     with torch.autocast("cpu", enabled=False):
         return speedup(NAME, make)
+
+
+def bf16_matmul_speedup() -> float:
+    """How many times as fast a product of matrices is in bfloat16 as in float32 on this machine, one matrix being converted.
+
+    Processors without such units take many times as long, and so do others where torch or oneDNN may not use them.
+    """
+
+    def make() -> tuple[Computation, Computation]:
+        generator = torch.Generator().manual_seed(0)
+        left, right = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
+        rounded = right.bfloat16()
+        return lambda: left @ right, lambda: torch.mm(left.bfloat16(), rounded).to(left.dtype)
+
+    with torch.autocast("cpu", enabled=False):
+        return speedup(BFLOAT16_NAME, make)
 
 
 def uses_onednn() -> bool:
