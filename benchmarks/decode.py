@@ -164,7 +164,9 @@ def packed(one: nn.Module, make: Callable[[Tensor], Bitmask | QuantizedBitmask])
             if isinstance(weight, QuantizedBitmask):
                 module: nn.Module = QuantizedLinear.from_bitmask(weight, layer.bias, dtype=torch.bfloat16)
             else:
-                module = PackedLinear.from_dense(weight.to_dense(), layer.bias)
+                module = PackedLinear(layer.in_features, layer.out_features, False, dtype=torch.bfloat16)
+                module.assign(weight)
+                module.bias = layer.bias
             result.set_submodule(name, module)
     return result
 

@@ -526,7 +526,7 @@ def table() -> list[str]:
                 "",
             ]
             rows = [[form, *(in_words(found(figures, family, form, pattern)) for pattern in PATTERNS)] for form in FORMS]
-            rows += [[f"*sparsellm / {base}*", *shares(figures, family, base)] for base in ("SparseGPT", "ALPS")]
+            rows += [[f"*sparsellm / {base}*", *shares(figures, family, base).values()] for base in ("SparseGPT", "ALPS")]
             lines += [*markdown_table(["", *PATTERNS], [row for row in rows if any(row[1:])]), ""]
             few = [(form, found(figures, family, form, "")) for form in (*GRIDS, *FEW_BITS)]
             few += [(f"sparse bfloat16, {pattern}", found(figures, family, "sparsellm", pattern)) for pattern in ("70%", "80%")]
@@ -537,23 +537,23 @@ def table() -> list[str]:
     return lines[:-1]
 
 
-def shares(figures: dict[str, Any], family: str, base: str) -> list[str]:
-    """The default's excess as a share of another method's, where that is more than its error."""
-    result = []
+def shares(figures: dict[str, Any], family: str, base: str) -> dict[str, str]:
+    """By pattern, the default's excess as a share of another method's; empty where that is not more than its error."""
+    result = {}
     for pattern in PATTERNS:
         mine, other = (found(figures, family, form, pattern) for form in ("sparsellm", base))
         shown = mine and other and other["excess"] > 2 * other["standard_error"]
-        result.append(f"{mine['excess'] / other['excess']:.2f}" if mine and other and shown else "")
+        result[pattern] = f"{mine['excess'] / other['excess']:.2f}" if mine and other and shown else ""
     return result
 
 
 def shares_by_size() -> list[str]:
-    """The default's shares of other methods' excess by model, where all of a size were measured."""
+    """The default's shares of other methods' excess by model."""
     rows = []
     for device in DEVICES:
         figures = figures_of(device)
         for family, record in figures.get("models", {}).items():
-            ratios = [dict(zip(PATTERNS, shares(figures, family, base), strict=True)) for base in ("SparseGPT", "ALPS")]
+            ratios = [shares(figures, family, base) for base in ("SparseGPT", "ALPS")]
             seen = f"{record['tokens trained on'] / record['parameters']:.1f}"
             row = [NAMES[family], f"{record['parameters'] / 1e6:.0f} million", seen]
             rows.append(row + [ratio[pattern] for ratio in ratios for pattern in IN_SHORT])
@@ -565,12 +565,8 @@ def in_short() -> list[str]:
     """What the README says of the largest models that were measured."""
     figures = next(figures for device in ("cuda", "cpu") if (figures := figures_of(device)).get("models"))
     size = max(record["parameters"] for record in figures["models"].values())
-    known: dict[str, list[str]] = {pattern: [] for pattern in IN_SHORT}
-    for family in figures["models"]:
-        for pattern, share in zip(PATTERNS, shares(figures, family, "SparseGPT"), strict=True):
-            if pattern in known:
-                known[pattern].append(share)
-    parts = [f"{' and '.join(values)} at {pattern}" for pattern, values in known.items()]
+    known = [shares(figures, family, "SparseGPT") for family in figures["models"]]
+    parts = [f"{' and '.join(each[pattern] for each in known)} at {pattern}" for pattern in IN_SHORT]
     return [
         f"- On a Llama and an OPT of {size / 1e6:.0f} million parameters the default has these shares of SparseGPT's excess:",
         f"  {', '.join(parts)} ([larger models](docs/results.md#larger-models)). They were trained on little text.",

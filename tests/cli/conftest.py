@@ -71,6 +71,15 @@ def packed(outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.fixture(scope="session")
+def made(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A pruned model, and the same packed; not to be written to."""
+    folders = {name: tmp_path_factory.mktemp("made") / name for name in ("run", "packed")}
+    sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(folders["run"])
+    sparsellm.pack(folders["run"], folders["packed"])
+    return folders
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors in a folder's weight files."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

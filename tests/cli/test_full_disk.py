@@ -31,15 +31,6 @@ CONVERSIONS = {
 """Lines that write a model file by file, but for their output."""
 
 
-@pytest.fixture(scope="module")
-def made(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A pruned model, and the same packed; not to be written to."""
-    folders = {name: tmp_path_factory.mktemp("made") / name for name in ("run", "packed")}
-    sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(folders["run"])
-    sparsellm.pack(folders["run"], folders["packed"])
-    return folders
-
-
 def full(*_: object, **__: object) -> Any:
     """What the system says of a full disk, which names no file."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

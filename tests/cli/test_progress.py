@@ -296,15 +296,6 @@ def test_an_error_is_a_json_line_too(tiny: dict[str, Path], tmp_path: Path, comm
     assert [json.loads(line) for line in lines.stderr.splitlines()][-1] == {"error": message}
 
 
-@pytest.fixture(scope="module")
-def made(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A pruned model, and the same packed; not to be written to."""
-    folders = {name: tmp_path_factory.mktemp("made") / name for name in ("run", "packed")}
-    sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(folders["run"])
-    sparsellm.pack(folders["run"], folders["packed"])
-    return folders
-
-
 DISPLAYED = {
     "pack": (("pack", "{run}", "{out}"), ["packing", "reading", "packing", "reading back"]),
     "unpack": (("unpack", "{packed}", "{out}"), ["unpacking", "unpacking", "reading back"]),

@@ -57,7 +57,7 @@ def _examine() -> dict[str, Any]:
     from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
     from sparsellm.runs.machine_cache import use_cache
     from sparsellm.runtime import alternatives, devices
-    from sparsellm.runtime.products import BFLOAT16_SPEEDUP, bf16_matmul_speedup, onednn_speedup, uses_onednn
+    from sparsellm.runtime.products import bf16_matmul_speedup, onednn_speedup, uses_onednn
     from sparsellm.sparse import kernels, memory_reads
 
     use_cache()
@@ -77,9 +77,12 @@ def _examine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
         "float32": {"onednn_speedup": onednn_speedup(), "onednn_used": uses_onednn()},
-        "solvers": {"bfloat16_speedup": bf16_matmul_speedup(), "bfloat16_used": bf16_matmul_speedup() >= BFLOAT16_SPEEDUP},
+        "solvers": {
+            "bfloat16_speedup": bf16_matmul_speedup(),
+            "bfloat16_used": devices.multiplies_bfloat16(torch.device("cpu")),
+        },
         "skipped_zeros": {"max_density": max_density()},
-        "packed": {"tokens": _packed_tokens()},
+        "packed": {"tokens": kernels.most_tokens(torch.bfloat16) if kernels.available() else 0},
         "unsteady": alternatives.unsteady(),
         "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
         "accelerators": [
@@ -91,17 +94,6 @@ def _examine() -> dict[str, Any]:
 
 def _used(used: bool) -> str:
     return "used" if used else "not used"
-
-
-def _packed_tokens() -> int:
-    """Up to how many tokens are multiplied by a packed bfloat16 weight; with more, it is decoded."""
-    import torch
-
-    from sparsellm.sparse import kernels
-
-    if not kernels.available():
-        return 0
-    return kernels.MAX_TOKENS if kernels.passes_speedup(torch.bfloat16) >= 1 else kernels.PASS
 
 
 def _rows(found: dict[str, Any]) -> list[list[str]]:

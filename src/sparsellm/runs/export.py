@@ -186,7 +186,7 @@ def raise_system_errors(path: Path, needed: int) -> Iterator[None]:
 
     Args:
         path: The output.
-        needed: About how many bytes are written, which is told if the disk is full; 0 if it is not known.
+        needed: About how many bytes are written, for the message about a full disk; 0 if it is not known.
     """
     try:
         with _named_in(path):

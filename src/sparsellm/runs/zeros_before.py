@@ -11,7 +11,7 @@ from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.result_records import SavedTotals
 
 NOTABLE = 0.01
-"""Fraction of zeros before a run from which they are told of; weights of models that were never pruned are zero by chance."""
+"""Least fraction of zeros before a run that is reported. Some weights of models that were never pruned are zero by chance."""
 
 
 class Counted(Protocol):

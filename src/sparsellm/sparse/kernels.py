@@ -130,18 +130,18 @@ def multiply(
         raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
     library = load_library()
-    can = library is not None and 0 < tokens <= MAX_TOKENS and x.is_cpu
-    may_decode = tokens > PASS and scales is None  # the other way rounds products of scales and integers
-    if library is None or not can or (may_decode and passes_speedup(values.dtype) < 1):
+    can = 0 < tokens <= MAX_TOKENS and x.is_cpu
+    # Integers stay with the kernel: the other way rounds their products with the scales.
+    if library is None or not can or (tokens > PASS and scales is None and tokens > most_tokens(values.dtype)):
         return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
     parts = _addresses((mask, values, row_starts), scales, group_size)
     return _call(library, x, parts, shape=(rows, columns), bias=bias)
 
 
-def passes_speedup(dtype: torch.dtype) -> float:
-    """Return how many times as fast passes of the kernel multiply `MAX_TOKENS` tokens as torch does with decoded rows.
+def most_tokens(dtype: torch.dtype) -> int:
+    """Return up to how many tokens the kernels multiply by packed values that are no integers; with more, rows are decoded.
 
-    Measured once, as `sparsellm.runtime.alternatives` does.
+    Measured once, as `sparsellm.runtime.alternatives` does: `MAX_TOKENS` tokens by passes of the kernel, and by torch.
 
     Args:
         dtype: Dtype of the packed values and of the tokens.
@@ -157,7 +157,8 @@ def passes_speedup(dtype: torch.dtype) -> float:
         return lambda: _multiply_tiles(x, weight, None), lambda: _call(library, x, parts, shape=MEASURED)
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return speedup(f"packed products, {str(dtype).removeprefix('torch.')}, {available()}", make)
+        gain = speedup(f"packed products, {str(dtype).removeprefix('torch.')}, {available()}", make)
+    return MAX_TOKENS if gain >= 1 else PASS
 
 
 def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -15,17 +15,14 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.sparse import csr_triton
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
 from sparsellm.sparse.encoding import decode, encode
+from sparsellm.sparse.kernels import PASS, dense_matmul, matmul, multiply
 from sparsellm.sparse.kernels import decode as decode_rows
-from sparsellm.sparse.kernels import dense_matmul, matmul, multiply
 from sparsellm.sparse.parts import PARTS
 from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.running_form import check_numbers
 
 RUNNING = ("mask", "values", "row_starts")
 """Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
-
-PASS = 8
-"""Tokens that the kernel multiplies at once. With more it reads a dense weight twice, which takes longer than PyTorch."""
 
 _compressed: WeakKeyDictionary[nn.Module, tuple[object, csr_triton.CompressedRows]] = WeakKeyDictionary()
 """Weights of layers on a GPU with what they were made from; outside of the layers, so that copies have none."""
@@ -254,7 +251,8 @@ class Product(torch.autograd.Function):
 class DenseLinear(nn.Linear):
     """A dense linear layer of a packed model, such as its head.
 
-    Up to `PASS` bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads the weight faster than PyTorch.
+    Up to `PASS` bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads the weight faster than
+    PyTorch. For more it would read it twice.
     An `nn.Linear` becomes one by `layer.__class__ = DenseLinear`.
     """
 
