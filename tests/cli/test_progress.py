@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.data.samples import test_windows
-from sparsellm.pruning.journal import Journal
-from sparsellm.runs import planning
-from sparsellm.runs.events import Event, ExpectedStage, NextRun, Schedule, Stage
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.run import run
-from sparsellm.runs.schedule import expected_runs
+from sparsellm.runs.events import Event, Schedule, Stage
 
 Command = Callable[..., Result]
 SMALL = ("--samples", 4, "--sequence-length", 32)
@@ -70,7 +65,7 @@ def test_every_stage_of_a_run_is_expected(
     assert ran.exit_code == 0, ran.stderr
     default, costs = "sparsellm" in options, "measuring the layers that cost most"
     before = [costs, "estimating sensitivity", "choosing per-layer sparsity (fisher)"] if default else []
-    after = ["pruning", "measuring pruned", *([costs] if default else []), "writing and verifying"]
+    after = ["pruning", "measuring pruned", *([costs] if default else [])]
     assert check(ran.stderr) == ["loading", "measuring dense", *before, *after]
     units = {(fields["stage"], fields["unit"], fields["total"]) for fields in states(ran.stderr) if fields["total"]}
     assert {("measuring dense", "sequence", 8), ("pruning", "layer", 21), ("measuring pruned", "sequence", 8)} <= units
@@ -88,7 +83,7 @@ def test_recovery_is_expected(scope: str, tiny: dict[str, Path], text_file: Path
     expected = (
         [*model, "recovering", "training the whole model"] if scope == "model" else ["estimating sensitivity", "recovering"]
     )
-    assert check(ran.stderr) == ["loading", *expected, "writing and verifying"]
+    assert check(ran.stderr) == ["loading", *expected]
 
 
 def test_evaluation_counts_sequences(tiny: dict[str, Path], text_file: Path, command: Command) -> None:
@@ -100,7 +95,7 @@ def test_evaluation_counts_sequences(tiny: dict[str, Path], text_file: Path, com
 
 
 def test_a_sweep_has_one_time_left(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
-    """The second run expects no time for the dense model, which is measured once; finished runs are not expected again."""
+    """Runs that differ in more than the sparsity take times of their own: only the last one has a time left."""
     shared = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "evaluate": [str(text_file)]}
     axes = {"model": [str(tiny["opt"])], "method": ["magnitude", "wanda"]}
     file = tmp_path / "sweep.yaml"
@@ -109,8 +104,9 @@ def test_a_sweep_has_one_time_left(tiny: dict[str, Path], text_file: Path, tmp_p
     assert ran.exit_code == 0, ran.stderr
     assert check(ran.stderr) == ["loading", "measuring dense", "pruning", "measuring pruned"] * 2
     shown = list(states(ran.stderr))
-    assert shown[0]["stage"] == "estimating the time of every run"
     assert next(fields["runs"] for fields in shown if fields.get("run")) == 2
+    assert all(fields["seconds_left"] is None for fields in shown if fields.get("run") == 1)
+    assert any(fields["seconds_left"] for fields in shown if fields.get("run") == 2)
     again = command("sweep", file, tmp_path / "out", "--progress", "json")
     assert [json.loads(line)["stage"] for line in again.stderr.splitlines()] == ["finished"]
 
@@ -126,7 +122,7 @@ SEVERAL = {
 def test_several_runs_have_one_time_left(
     name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
-    """Known in every run, whose labels are sparsities; what is told alike is told once."""
+    """Known in every run that differs in its sparsity alone; labels are sparsities, and what is told alike is told once."""
     verb, *options = SEVERAL[name]
     texts = ("--calibration", text_file, "--evaluate", text_file, "--evaluate-limit", 4)
     words = (verb, tiny["opt"], tmp_path / "out", *options, *SMALL, *texts)
@@ -142,7 +138,9 @@ def test_several_runs_have_one_time_left(
     count = runs[0][1]
     assert {number for _, number, _ in runs} == {count}
     assert runs[-1][0] == count
-    assert all(fields["seconds_left"] is not None for fields in shown)
+    for run_number, *_ in runs:
+        known = any(fields["seconds_left"] for fields in shown if fields["run"] == run_number)
+        assert known == (name == "several" or run_number == count)
     if name != "search":
         assert [label for _, _, label in runs] == ["50%", "60%", "70%"]
     other = [json.loads(line) for line in ran.stderr.splitlines()]
@@ -150,31 +148,6 @@ def test_several_runs_have_one_time_left(
     assert len(notes) == len(set(notes)) > 0
     assert sum(fields.get("when") == "dense" for fields in other) == 1
     assert sum(fields.get("when") == "pruned" for fields in other) == len(runs)
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_all_runs_are_announced_before_the_first_one(name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
-    """With stages of each, so that the time left is that of the whole; the last of a search, and it alone, is written."""
-    texts = {"calibration": str(text_file), "evaluate": [str(text_file)], "evaluate_limit": 4, "samples": 4}
-    settings = {**texts, "sequence_length": 32}
-    seen: list[Event] = []
-    if name == "several":
-        sparsellm.prune(tiny["opt"], sparsity=["50%", "60%"], **settings, observe=seen.append)
-    elif name == "search":
-        target = {"max_perplexity_increase": 0.3, "step": 0.2}
-        sparsellm.search(tiny["opt"], tmp_path / "out", **target, **settings, observe=seen.append)
-    else:
-        content = {"recipe": {"model": str(tiny["opt"]), **settings}, "axes": {"sparsity": ["50%", "60%"]}}
-        sparsellm.sweep(content, tmp_path / "out", observe=seen.append)
-    begun = [event for event in seen if isinstance(event, NextRun)]
-    schedule = next(event for event in seen[: seen.index(begun[0])] if isinstance(event, Schedule))
-    assert {event.count for event in begun} == {len(schedule.runs)}
-    assert begun[-1].number == len(schedule.runs)
-    assert all(schedule.runs)
-    dense = [sum(stage.seconds or 0.0 for stage in run or () if stage.name == "measuring dense") for run in schedule.runs]
-    assert [seconds > 0 for seconds in dense] == [True] + [False] * (len(dense) - 1)
-    written = [any(stage.name == "writing and verifying" for stage in run or ()) for run in schedule.runs]
-    assert written == [False] * (len(written) - 1) + [name == "search"]
 
 
 def test_stages_of_a_gradual_pruning_do_not_say_what_they_cannot_know(
@@ -193,44 +166,17 @@ def test_stages_of_a_gradual_pruning_do_not_say_what_they_cannot_know(
     assert any(fields["seconds_left"] for fields in shown if fields["run"] == 4)
 
 
-def test_the_demo_has_one_time_left(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_has_a_time_left_in_its_last_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsellm.runs.demonstration.SAMPLES", 2)
     monkeypatch.setattr("sparsellm.runs.demonstration.test_windows", partial(test_windows, limit=4))
     methods = {"magnitude": "", "wanda": ""}
     monkeypatch.setattr("sparsellm.runs.demonstration.METHODS", methods)
     ran = command("demo", "--progress", "json")
     assert ran.exit_code == 0, ran.stderr
-    assert check(ran.stderr) == ["measuring", *["loading", "pruning", "measuring"] * 2]
-    assert {fields["name"] for fields in states(ran.stderr) if fields.get("number")} == {"dense", "wanda", "magnitude"}
-
-
-def test_a_resumed_run_expects_less_of_its_finished_blocks(
-    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, kept = Journal.keep, []
-
-    def keep(self: Journal, block: object, result: object) -> Path:
-        kept.append(block)
-        if len(kept) == 3:
-            raise KeyboardInterrupt
-        return plain(self, block, result)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Journal, "keep", keep)
-    words = ("prune", tiny["llama"], tmp_path / "out", "--method", "alps", "--calibration", text_file, *SMALL)
-    assert command(*words, "--quiet").exit_code == 130
-    monkeypatch.setattr(Journal, "keep", plain)
-    estimates: list[Sequence[ExpectedStage]] = []
-    monkeypatch.setattr("sparsellm.runs.run.Schedule", lambda estimate: estimates.extend(estimate()) or Schedule(estimate))
-    ran = command(*words, "--resume", "--progress", "json")
-    assert ran.exit_code == 0, ran.stderr
-    ran = command(*words, "--restart", "--overwrite", "--progress", "json")
-    assert ran.exit_code == 0, ran.stderr
-    resumed, whole = (next(stage.blocks for stage in stages if stage.name == "pruning") for stages in estimates)
-    passed = resumed[1]
-    assert whole == (whole[0], whole[0] + passed, whole[0] + passed)
-    assert resumed == (0.0, passed, whole[0] + passed)
-    log = [json.loads(line) for line in (tmp_path / "out" / "sparsellm-log.jsonl").read_text().splitlines()]
-    assert not any(line["event"] in ("Advanced", "Schedule") for line in log)
+    assert check(ran.stderr) == ["loading", "pruning"] * 2
+    shown = list(states(ran.stderr))
+    assert {fields["name"] for fields in shown if "name" in fields} == {"dense", "wanda", "magnitude"}
+    assert {fields["run"] for fields in shown if fields["seconds_left"]} == {3}
 
 
 def test_python_displays_progress_where_asked(
@@ -245,45 +191,12 @@ def test_python_displays_progress_where_asked(
     assert capsys.readouterr().err == ""
 
 
-def test_rates_are_measured_only_for_a_display(
-    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not from Python without progress, even with an observer that does not read the schedule, and not with --quiet."""
-    monkeypatch.setattr("sparsellm.runs.schedule.rates", lambda device: pytest.fail("rates were measured"))
-    settings = {"sequence_length": 32, "evaluate_limit": 2}
-    sparsellm.prune(tiny["opt"], "magnitude", observe=lambda event: None)
-    sparsellm.evaluate(tiny["opt"], text_file, **settings)
-    assert command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--quiet").exit_code == 0
-
-
-def test_a_method_without_texts_leaves_them_to_the_next_one(tiny: dict[str, Path], text_file: Path) -> None:
-    """Of two runs that differ in the method, the second is expected to read what the first does not need."""
-    settings = {"model": str(tiny["opt"]), "calibration": str(text_file), "samples": 4, "sequence_length": 32}
-    recipes = [read_recipe({**settings, "method": method}) for method in ("magnitude", "sparsegpt")]
-    both = expected_runs(recipes, written=False, shared=None)[1]
-    alone = expected_runs(recipes[1:], written=False, shared=None)[0]
-    assert both == alone
-
-
 def test_a_model_in_memory_is_expected_too(tiny: dict[str, Path]) -> None:
     events: list[Event] = []
     sparsellm.prune(AutoModelForCausalLM.from_pretrained(tiny["llama"]), "magnitude", observe=events.append)
     expected = next(event for event in events if isinstance(event, Schedule))
     names = [event.name for event in events[events.index(expected) :] if isinstance(event, Stage)]
-    assert [stage.name for stage in expected.runs[0]] == names == ["loading", "pruning"]
-
-
-def test_the_expected_seconds_are_the_plan_s(tiny: dict[str, Path], text_file: Path) -> None:
-    """The rates are measured once in a process, so the stages that `plan` lists take what it says."""
-    settings = {"model": str(tiny["llama"]), "calibration": str(text_file), "samples": 4, "sequence_length": 32}
-    recipe = read_recipe({**settings, "method": "alps", "evaluate": (str(text_file),)})
-    planned = {stage.name: stage.seconds for stage in planning.plan_run(recipe).stages}
-    events: list[Event] = []
-    run(recipe, events.append)
-    expected = next(event for event in events if isinstance(event, Schedule)).runs[0]
-    assert sum(stage.seconds or 0 for stage in expected if stage.kind == "measuring") == pytest.approx(planned["measuring"])
-    pruning = next(stage for stage in expected if stage.name == "pruning")
-    assert pruning.seconds == pytest.approx(planned["pruning"])
+    assert list(expected.stages) == names == ["loading", "pruning"]
 
 
 def test_an_error_is_a_json_line_too(tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]) -> None:

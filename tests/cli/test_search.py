@@ -267,10 +267,6 @@ def test_a_search_that_ends_at_its_largest_sparsity_says_so(
             ("--step", "19%", "--max-perplexity-increase", "1e9%"),
             "95% has * the largest sparsity * A pruning run takes larger ones",
         ),
-        (
-            ("--allocation", "owl", "--allocation-bounds", "10%:75%", "--max-perplexity-increase", "1e9%"),
-            "70% has * the largest sparsity * Widen --allocation-bounds for larger ones",
-        ),
         (("--max-size", "1GB"), "10% has * the smallest sparsity * Pass a smaller --step for smaller ones"),
     ],
 )
@@ -427,7 +423,6 @@ def test_a_search_says_which_sparsities_it_cannot_decide(
         (("--max-perplexity-increase", "5%", "--step", "0%"), "--step must be from 0.1% to 50%, got 0%"),
         (("--max-perplexity-increase", "5%", "--step", "1e-9%"), "--step must be from 0.1% to 50%, got 1e-09%"),
         (("--max-perplexity-increase", "5%", "--step", "none"), "--step must be a fraction"),
-        (("--max-perplexity-increase", "5%", "--allocation-bounds", "96%:97%"), "no multiple of the step"),
         (("--max-perplexity-increase", "5%", "--allocation", "shares.yaml"), "sets the sparsities itself"),
     ],
 )

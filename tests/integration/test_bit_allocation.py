@@ -217,7 +217,7 @@ def test_budgets_out_of_reach_are_refused_before_work() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"sparsity": "50%"}, {"values": "int4"}, {"group_size": 64}, {"allocation": "fisher"}, {"allocation_bounds": "0:1"}],
+    [{"sparsity": "50%"}, {"values": "int4"}, {"group_size": 64}, {"allocation": "fisher"}],
 )
 def test_bits_go_with_no_other_size(other: dict[str, Any]) -> None:
     """Each setting that `bits` replaces is refused beside it."""

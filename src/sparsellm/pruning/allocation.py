@@ -40,7 +40,6 @@ def allocate(
     batches: Sequence[Tensor],
     plan: Plan,
     *,
-    bounds: tuple[float, float] = (0.0, 1.0),
     factors: dict[str, FisherFactors] | None = None,
     cache: Journal | None = None,
 ) -> Plan:
@@ -53,7 +52,6 @@ def allocate(
         rule: "owl" or "fisher".
         batches: Calibration batches of token ids, each (batch, seq).
         plan: The same unstructured pattern for every layer.
-        bounds: Smallest and largest sparsity of a layer; the plan's sparsity must be between them.
         factors: For "fisher", the factors of each layer's removal costs from an earlier call, which serve every sparsity, or an
             empty dictionary that receives them.
         cache: For "owl", stores the outliers, which serve every sparsity.
@@ -63,7 +61,7 @@ def allocate(
         output head stays as it is.
 
     Raises:
-        InvalidSetting: A pattern is not unstructured, or the total cannot be reached within `bounds`.
+        InvalidSetting: A pattern is not unstructured, or the total is more than all but one weight of each layer.
     """
     check_shared(plan)
     loaded = LoadedModel.of(model)
@@ -75,7 +73,7 @@ def allocate(
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     pattern = next(iter(plan.values()))
     total = pattern.count_removed(sum(sizes.values()))
-    removed = round_to_total({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total, bounds)
+    removed = round_to_total({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total)
     return {name: Unstructured(removed[name] / sizes[name]) for name in plan} | head
 
 
@@ -89,32 +87,24 @@ def check_shared(plan: Plan) -> None:
         )
 
 
-def round_to_total(
-    wanted: Mapping[str, float], sizes: Mapping[str, int], total: int, bounds: tuple[float, float] = (0.0, 1.0)
-) -> dict[str, int]:
+def round_to_total(wanted: Mapping[str, float], sizes: Mapping[str, int], total: int) -> dict[str, int]:
     """Round counts to integers with an exact sum, after adding the same share of its size to each.
 
     Args:
         wanted: Number of weights to remove from each layer, before rounding.
         sizes: Number of weights of each layer; a result is at least 0 and less than the size.
         total: Sum of the results.
-        bounds: Smallest and largest result relative to the size.
 
     Raises:
-        InvalidSetting: The total cannot be reached within the bounds.
+        InvalidSetting: The total is negative, or more than all but one weight of each layer.
     """
-    smallest = {name: math.ceil(bounds[0] * size - 1e-9) for name, size in sizes.items()}
-    largest = {name: min(math.floor(bounds[1] * size + 1e-9), size - 1) for name, size in sizes.items()}
-    if not sum(smallest.values()) <= total <= sum(largest.values()):
-        within = "" if bounds == (0.0, 1.0) else f" with every layer's share in {bounds[0]:.10g}-{bounds[1]:.10g}"
-        raise InvalidSetting(f"{total:,} weights cannot be removed from layers of {sum(sizes.values()):,}{within}.")
+    largest = {name: size - 1 for name, size in sizes.items()}
+    if not 0 <= total <= sum(largest.values()):
+        raise InvalidSetting(f"{total:,} weights cannot be removed from layers of {sum(sizes.values()):,}.")
     low, high = -1.0, 1.0
 
     def shifted(shift: float) -> dict[str, int]:
-        return {
-            name: max(min(math.floor(count + shift * sizes[name]), largest[name]), smallest[name])
-            for name, count in wanted.items()
-        }
+        return {name: max(min(math.floor(count + shift * sizes[name]), largest[name]), 0) for name, count in wanted.items()}
 
     for _ in range(100):  # bisection on the shift, as a share of each layer
         middle = (low + high) / 2

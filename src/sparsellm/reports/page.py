@@ -164,7 +164,8 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     totals, costs = report.totals, report.layer_costs
     recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
     kind: type[Recipe | RecoveryRecipe] = RecoveryRecipe if recovery else saved_kind(report.recipe)
-    recipe = validated(kind, report.recipe)
+    # Of an earlier version, the recipe may have fields that were removed since.
+    recipe = validated(kind, {name: value for name, value in report.recipe.items() if name in kind.model_fields})
     worst = worst_layers_table(report.layers, recipe)
     outcome = "recovered" if recovery else "pruned"
     described = describe_outcome(recipe, report)

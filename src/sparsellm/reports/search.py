@@ -27,7 +27,6 @@ from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import WORK, SavedReport
 from sparsellm.runs.report import Report
-from sparsellm.runs.schedule import announce_runs
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
@@ -91,7 +90,7 @@ def search_sparsity(
     if collectives.world() > 1:
         raise InvalidSetting(ONE_PROCESS)
     check_inputs(recipe)
-    grid = _sparsities(recipe, step)
+    grid = _sparsities(step)
     recipe = _with_measurements(recipe, target)
     with claimed(output, overwrite, recipe.model) as path:
         if (path / WORK / JOURNAL).exists():
@@ -127,9 +126,6 @@ class _Searcher:
         self._inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
         if self._target.size is None:
             self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
-            trials = [_fast(self._recipe, self._target)] * (self._expected - 1)
-            written = [False] * len(trials) + [True]
-            announce_runs([*trials, self._recipe], self._observe, written=written, shared=self._shared)
             found = bisect(lambda number: self._is_met(number - 1), len(grid))
             candidates = grid[:found][::-1]
             if note := undecided_note(self._sorted(), self._target):
@@ -183,7 +179,7 @@ class _Searcher:
         def save(result: Result) -> None:
             saved = SavedReport.model_validate_json(result.report.to_json())
             if (point := self._add(sparsity, self._recipe, saved)).met:
-                if note := bound_note(point, self._target, self._grid, self._recipe):
+                if note := bound_note(point, self._target, self._grid):
                     add_note(note, result.report, self._observe)
                 result.report.search = {"target": str(self._target), "points": [asdict(point) for point in self._sorted()]}
                 self._observe(Stage(WRITING))
@@ -235,18 +231,11 @@ class _Searcher:
         return [self._points[key] for key in sorted(self._points)]
 
 
-def _sparsities(recipe: Recipe, step: float) -> list[float]:
-    """The sparsities to choose from, in increasing order: multiples of the step within the recipe's bounds."""
+def _sparsities(step: float) -> list[float]:
+    """The sparsities to choose from, in increasing order: multiples of the step."""
     if not FINEST <= step <= 0.5:
         raise InvalidSetting(f"`step` must be from {100 * FINEST:g}% to 50%, got {100 * step:.10g}%.")
-    lowest, highest = recipe.bounds
-    values = [round(number * step, 12) for number in range(1, int(HIGHEST / step + 1e-9) + 1)]
-    result = [value for value in values if lowest <= value <= highest]
-    if not result:
-        raise InvalidSetting(
-            f"`allocation_bounds` {recipe.allocation_bounds} include no multiple of the step {100 * step:.10g}%."
-        )
-    return result
+    return [round(number * step, 12) for number in range(1, int(HIGHEST / step + 1e-9) + 1)]
 
 
 def _with_measurements(recipe: Recipe, target: Target) -> Recipe:

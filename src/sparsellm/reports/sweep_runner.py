@@ -30,7 +30,6 @@ from sparsellm.runs.output_lock import refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.runs.run import run
-from sparsellm.runs.schedule import announce_runs
 from sparsellm.runs.wording import worded
 from sparsellm.runs.workspace import work_directory
 
@@ -183,13 +182,10 @@ def run_sweep(
     inputs = FinishedInputs(sweep, path)
     inputs.check({})
     done = [folder.result.exists() or (folder.failure.exists() and not retry) for folder in cell_folders]
-    recipes = [None if is_done else _on_device(cell.recipe, device) for cell, is_done in zip(selected, done, strict=True)]
-    if any(recipes):
-        if inputs.unknown:
-            observe(
-                Note(f"{plural(inputs.unknown, 'finished cell')} of an earlier version may be of other files than those of now")
-            )
-        announce_runs(recipes, observe, written=sweep.keep, shared=shared)
+    if inputs.unknown and not all(done):
+        observe(
+            Note(f"{plural(inputs.unknown, 'finished cell')} of an earlier version may be of other files than those of now")
+        )
     passes = itertools.product((False, True), enumerate(cell_folders, 1))
     for second_pass, (number, cell_folder) in passes:  # two passes: a process that reads the state of a cell locks it briefly
         if cell_folder.result.exists() or (cell_folder.failure.exists() and (second_pass or not retry)):

@@ -206,7 +206,7 @@ def outcome(point: Point, target: Target) -> str:
     return f"has {target}"
 
 
-def bound_note(point: Point, target: Target, grid: Sequence[float], recipe: Recipe) -> str:
+def bound_note(point: Point, target: Target, grid: Sequence[float]) -> str:
     """That a search ended at a bound of the sparsities it tries, and what to change; empty if it did not.
 
     Args:
@@ -217,9 +217,7 @@ def bound_note(point: Point, target: Target, grid: Sequence[float], recipe: Reci
         return ""
     most, more = ("largest", "larger") if target.size is None else ("smallest", "smaller")
     advice = f"A pruning run takes {more} ones"
-    if recipe.allocation_bounds is not None:
-        advice = f"Widen `allocation_bounds` for {more} ones"
-    elif target.size is not None or grid[-1] < HIGHEST - 1e-9:
+    if target.size is not None or grid[-1] < HIGHEST - 1e-9:
         advice = f"Pass a smaller `step` for {more} ones"
     return f"{Unstructured(point.sparsity)} {outcome(point, target)}, and is the {most} sparsity that is tried. {advice}"
 

@@ -77,12 +77,12 @@ def cached_allocation(
     if recipe.bits is not None:
         return _allocate_bits(recipe.bits, loaded, batches, plan=plan, cache=cache)
     layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
-    fact = f"shares by {recipe.allocation_rule} of {recipe.sparsity} within {recipe.bounds}, {layers}"
+    fact = f"shares by {recipe.allocation_rule} of {recipe.sparsity}, {layers}"
     sparsities, factors = cache.fact(fact) if cache else None, _read_factors(plan, cache)
     if sparsities is not None:
         return Allocated({name: Unstructured(sparsity) for name, sparsity in sparsities.items()}, factors)
     is_stored = bool(factors)
-    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds, factors=factors, cache=cache)
+    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, factors=factors, cache=cache)
     if cache:
         if factors and not is_stored:
             _keep_factors(plan, factors, cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,23 +17,18 @@ from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.runs.decoding import CEILING, PACKED, TORCH
 from sparsellm.runs.events import (
-    ESTIMATING,
     MEASURING,
     PRUNING,
     WRITING,
-    ExpectedStage,
     NextRun,
     Observer,
-    Schedule,
     Stage,
     advance_by,
 )
 from sparsellm.runs.packing import pack
-from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
-from sparsellm.runs.schedule import expected_runs
 from sparsellm.runs.speed import measure_bench
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
@@ -80,12 +74,10 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
         One row per method, the dense model first.
     """
     name = DEMO + family
-    observe(Stage(ESTIMATING))
     checkpoint = open_checkpoint(name)
     tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length).windows
     settings = {"model": name, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
     recipes = {method: read_recipe(settings | {"method": method}) for method in reversed(METHODS)}
-    observe(Schedule(lambda: _expected_runs(list(recipes.values()), written=output is not None)))
     observe(NextRun(1, 1 + len(recipes), "dense"))
     observe(Stage(MEASURING))
     progress = advance_by("sequence", observe)
@@ -127,19 +119,3 @@ def packed_lines(bench: Bench) -> list[str]:
         *(["A model that fits in a processor cache cannot show what packing saves."] if bench.caution else []),
         "Python takes most of that time. docs/deploying.md has models of more than 1 GB.",
     ]
-
-
-def _expected_runs(recipes: Sequence[Recipe], *, written: bool) -> list[tuple[ExpectedStage, ...]]:
-    """The expected stages: the dense model is measured once, and only the last model is written."""
-    measuring = [recipe.model_copy(update={"evaluate": ("demo",)}) for recipe in recipes]
-    runs = [stages or () for stages in expected_runs(measuring, written=True, shared=None)]
-    dense = tuple(replace(stage, name=MEASURING) for stage in runs[0] if stage.name == f"{MEASURING} dense")
-    runs = [
-        tuple(
-            replace(stage, name=MEASURING) if stage.name == f"{MEASURING} pruned" else stage
-            for stage in stages
-            if stage.name != f"{MEASURING} dense" and (stage.name != WRITING or (written and number == len(runs)))
-        )
-        for number, stages in enumerate(runs, 1)
-    ]
-    return [dense, *runs]

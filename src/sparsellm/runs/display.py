@@ -30,7 +30,7 @@ REFRESH_SECONDS = 0.5
 """Time between two looks at the clock."""
 
 PLAIN_SHARE, PLAIN_SECONDS = 0.1, 30.0
-"""A plain line follows another one after this fraction of the time of the command, or so many seconds."""
+"""A plain line follows another one after this fraction of the stage's units, or so many seconds."""
 
 JSON_SHARE, JSON_SECONDS = 0.01, 5.0
 """The same for JSON lines."""
@@ -127,7 +127,7 @@ class Quiet:
 
 
 class Plain(Quiet):
-    """A line where a stage begins, and about every tenth of the command or 30 seconds."""
+    """A line where a stage begins, and about every tenth of the stage or 30 seconds."""
 
     share, seconds = PLAIN_SHARE, PLAIN_SECONDS
 
@@ -137,9 +137,9 @@ class Plain(Quiet):
 
     def show(self, state: State, *, begins: bool) -> None:
         last = self._last
-        due = last and (
-            state.fraction >= last.fraction + self.share or state.elapsed >= last.elapsed + self.seconds
-        )  # a run that starts is displayed with its first stage
+        advanced = last and state.total and state.done >= last.done + self.share * state.total
+        due = advanced or (last and state.elapsed >= last.elapsed + self.seconds)
+        # A run that starts is displayed with its first stage.
         if state.stage and (begins or due):
             self._last = state
             self.write(state)
@@ -160,7 +160,7 @@ class Plain(Quiet):
 
 
 class Json(Plain):
-    """JSON lines: where a stage begins, and about every hundredth of the command or 5 seconds."""
+    """JSON lines: where a stage begins, and about every hundredth of the stage or 5 seconds."""
 
     share, seconds = JSON_SHARE, JSON_SECONDS
 
@@ -210,7 +210,8 @@ class Notebook(Plain):
 
     def show(self, state: State, *, begins: bool) -> None:
         text = html.escape(line(state, memory_in_use(), 120))
-        self._handle.update(self._html(f'<progress value="{state.fraction:.3f}" max="1"></progress> {text}'))
+        value = "" if state.fraction is None else f'value="{state.fraction:.3f}"'
+        self._handle.update(self._html(f'<progress {value} max="1"></progress> {text}'))
 
     def close(self, state: State | None) -> None:
         if state:
@@ -240,12 +241,14 @@ def line(state: State, memory: tuple[int, int], width: int) -> str:
     number = f"{state.number}/{state.stages} " if state.stages else ""
     run = f"[{state.run}/{state.runs}] " if state.runs else ""
     units = f", {state.unit} {int(state.done):,}/{state.total:,}" if state.unit and state.total else ""
-    passed, left, share = human_seconds(state.elapsed), "", f"  memory {100 * memory[0] / memory[1]:.0f}%"
-    if state.seconds_left is not None:
-        passed, left = f"{int(100 * state.fraction)}%  {passed}, ", time_left(state.seconds_left)
-    tail = f"  {passed}{left}{share}"
-    if left and len(f"{run}{number}{units}{tail}") > width - SHORTEST_NAME:  # without the time that has passed
-        tail = f"  {int(100 * state.fraction)}%  {left}{share}"
+    memory_share = f"  memory {100 * memory[0] / memory[1]:.0f}%"
+    if state.fraction is None or state.seconds_left is None:
+        tail = f"  {human_seconds(state.elapsed)}{memory_share}"
+    else:
+        percentage, left = f"{int(100 * state.fraction)}%", time_left(state.seconds_left)
+        tail = f"  {percentage}  {human_seconds(state.elapsed)}, {left}{memory_share}"
+        if len(f"{run}{number}{units}{tail}") > width - SHORTEST_NAME:  # without the time that has passed
+            tail = f"  {percentage}  {left}{memory_share}"
     room = max(width - 1 - len(f"{run}{number}{units}{tail}"), SHORTEST_NAME)
     of_run = f"{state.run_name}: " if state.run_name and len(f"{state.run_name}: {state.stage}") <= room else ""
     name = state.stage if len(f"{of_run}{state.stage}") <= room else f"{state.stage[: room - 1]}…"
@@ -264,7 +267,7 @@ def to_dict(state: State, memory: tuple[int, int]) -> dict[str, Any]:
         "done": round(state.done, 2),
         "total": state.total,
         "elapsed": round(state.elapsed, 2),
-        "fraction": round(state.fraction, 4),
+        "fraction": None if state.fraction is None else round(state.fraction, 4),
         "seconds_left": None if state.seconds_left is None else max(round(state.seconds_left, 2), 0.01),
         "memory": round(memory[0] / memory[1], 4),
     }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ from sparsellm.runs.report import Report
 from sparsellm.runs.wording import worded
 
 OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
-ESTIMATING = "estimating the time of every run"
 SENSITIVITIES, ALLOCATION = "estimating sensitivity", "choosing per-layer sparsity"
 PRUNING, RECOVERING = "pruning", "recovering"
 GENERATING, PREDICTING, TRAINING = (
@@ -52,46 +50,20 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class ExpectedStage:
-    """A stage that is to come.
-
-    Attributes:
-        name: As in its `Stage` event.
-        seconds: Expected duration; None if nothing is known of it.
-        kind: Stages of one kind take the same multiple of their expected duration.
-        blocks: For the pruning stage, the seconds of each block; less for those that a journal restores.
-    """
-
-    name: str
-    seconds: float | None
-    kind: str
-    blocks: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """The stages to come. They are estimated when they are first read, and the log leaves them out: only a display needs them.
+    """The stages of the run that are to come, by their names and in running order. The log leaves it out."""
 
-    Attributes:
-        estimate: Returns the stages of each run in running order; none for a run that takes no time, since it is finished; None
-            for one of which they are not known.
-    """
-
-    estimate: Callable[[], Iterable[Sequence[ExpectedStage] | None]]
-
-    @cached_property
-    def runs(self) -> list[Sequence[ExpectedStage] | None]:
-        """The stages of each run: of one, or of all of a sweep or a demo."""
-        return list(self.estimate())
+    stages: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NextRun:
-    """A run of several starts: `number` of `count`, from 1."""
+    """A run of several starts: `number` of `count`, from 1. alike: whether all of them take about the same time."""
 
     number: int
     count: int
     name: str
+    alike: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe, read_recipes, split_sparsity
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
-from sparsellm.runs.schedule import announce_runs
 from sparsellm.runs.settings import PruneSettings, RecoverySettings, recipe_keywords
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
@@ -104,10 +103,8 @@ def prune(
         if not several:
             return run(recipes[0], observer, given=given, source=source)
         shared, inputs, results = DenseCache(Path(folder)), SameInputs(), []
-        if not given:
-            announce_runs(recipes, observer, written=False, shared=shared)
         for number, recipe in enumerate(recipes, 1):
-            observer(NextRun(number, len(recipes), recipe.size_label))
+            observer(NextRun(number, len(recipes), recipe.size_label, alike=True))
             results.append(run(recipe, observer, given=given, shared=shared, check=inputs.check))
         return results
 

@@ -52,7 +52,6 @@ from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report, When
-from sparsellm.runs.schedule import expected_evaluation
 from sparsellm.runs.settings import EvaluationSettings, recipe_keywords
 from sparsellm.runs.token_sequences import check_tokens, read_test, window_length
 
@@ -153,7 +152,7 @@ def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer, 
     check_tokens(opened, *tests.values())
     for note in dict.fromkeys(note for sequences in read.values() for note in sequences.notes):
         observer(Note(note))
-    observer(Schedule(lambda: [expected_evaluation(recipe, opened, tests, length)]))
+    observer(Schedule((LOADING, *[MEASURING] * len(tests), *[ANSWERING] * bool(recipe.task))))
     observer(Stage(LOADING))
     loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.weights.on_disk)

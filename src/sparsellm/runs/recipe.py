@@ -141,13 +141,6 @@ class Recipe(RunRecipe, RecipeFields):
                 f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
                 "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
             )
-        lowest, highest = self.bounds
-        if self.allocation_bounds is not None and self.allocation_rule not in ALLOCATIONS[1:]:
-            raise InvalidSetting(
-                "`allocation_bounds` need `allocation` owl or fisher. A file gives each layer's sparsity itself."
-            )
-        if isinstance(self.pattern, Unstructured) and not lowest <= self.pattern.sparsity <= highest:
-            raise InvalidSetting(f"`allocation_bounds` {self.allocation_bounds} do not include the sparsity {self.sparsity}.")
         if self.reads_text and self.calibration is None:
             subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
             subject = subject if self.bits is None else "A run with `bits`"
@@ -164,18 +157,6 @@ class Recipe(RunRecipe, RecipeFields):
         if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or pass a .yaml file.")
         return value
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Lowest and highest sparsity that an allocation rule may give a layer."""
-        if self.allocation_bounds is None:
-            return 0.0, 1.0
-        parts = self.allocation_bounds.split(":")
-        patterns = [parse_pattern(part) for part in parts] if len(parts) == 2 else []
-        sparsities = [pattern.sparsity for pattern in patterns if isinstance(pattern, Unstructured)]
-        if len(sparsities) != 2:
-            raise InvalidSetting(f"`allocation_bounds` must be two sparsities such as 60%:95%, got {self.allocation_bounds!r}.")
-        return sparsities[0], sparsities[1]
 
     @property
     def pattern(self) -> Pattern:

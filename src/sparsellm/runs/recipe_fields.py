@@ -222,9 +222,6 @@ class RecipeFields(RunFields):
         "Rule that sets each layer's sparsity: uniform, owl, fisher, or a YAML file.",
         "fisher for the method sparsellm, uniform for others and N:M",
     )
-    allocation_bounds: str | None = _layers(
-        None, "Lowest and highest sparsity that a rule may give a layer, as 60%:95%.", "0%:100%", essential=False
-    )
     blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
     include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = _layers((), "Do not prune such layers, named as for include.")
@@ -252,7 +249,7 @@ class RecipeFields(RunFields):
             return fields
         if fields.get("bits") is None:
             return fields | ({"sparsity": "50%"} if fields.get("sparsity") is None else {})
-        for name in ("sparsity", "values", "group_size", "allocation", "allocation_bounds"):
+        for name in ("sparsity", "values", "group_size", "allocation"):
             if fields.get(name) is not None:
                 raise InvalidSetting(
                     f"`bits` sets each layer's sparsity and values, so that `{name}` has no place. Leave out one of the two."

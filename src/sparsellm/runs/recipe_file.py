@@ -15,6 +15,7 @@ from sparsellm.errors import InvalidSetting, nearest, printable
 from sparsellm.runs.publication import is_file, local_files
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS, is_object
+from sparsellm.runs.removed import replacement, without_removed
 
 Kind = TypeVar("Kind", bound=RunRecipe)
 
@@ -66,8 +67,7 @@ def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -
         InvalidSetting: As `read_recipe`, and if a file sets the sparsities.
         BadCheckpoint: As `read_recipe`.
     """
-    bounds = ((read_fields(local_path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
-    recipe = read_recipe({**settings, "sparsity": str(bounds).split(":")[0] if bounds else "50%"}, config)
+    recipe = read_recipe({**settings, "sparsity": "50%"}, config)
     if (rule := recipe.allocation_rule) not in ALLOCATIONS:
         raise InvalidSetting(
             f"`allocation` {rule} sets the sparsities itself, but a search needs a rule: {', '.join(ALLOCATIONS)}."
@@ -116,7 +116,7 @@ def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
 def read_fields(path: Path) -> dict[str, Any]:
     """Read the fields of a recipe file or of a report's recipe. Raises InvalidSetting for an unknown field."""
     saved = _is_report(path)
-    content = _recipe_in_report(path) if saved else read_mapping(path, "recipe")
+    content = without_removed(_recipe_in_report(path)) if saved else read_mapping(path, "recipe")
     if saved and "pruned" in content:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
     if saved and is_object(content):
@@ -126,7 +126,8 @@ def read_fields(path: Path) -> dict[str, Any]:
     for key in content:
         if str(key) not in Recipe.model_fields:
             raise InvalidSetting(
-                f"The recipe {path} has an unknown field {str(key)!r}. {nearest(str(key), Recipe.model_fields)}"
+                f"The recipe {path} has an unknown field {str(key)!r}. "
+                f"{replacement(str(key)) or nearest(str(key), Recipe.model_fields)}"
             )
     return content
 
@@ -150,7 +151,8 @@ def explain(error: Any, fields: Collection[str]) -> str:
         return str(own)
     field = ".".join(map(str, error["loc"])) or "recipe"
     if error["type"] == "extra_forbidden":
-        return f"Unknown field {field!r}. {nearest(str(error['loc'][-1]), fields)}"
+        name = str(error["loc"][-1])
+        return f"Unknown field {field!r}. {replacement(name) or nearest(name, fields)}"
     if error["type"] == "literal_error":
         valid = [value.strip("' ") for value in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         name = field.rstrip("0123456789").rstrip(".")  # of a list, the field rather than the position in it

@@ -52,8 +52,7 @@ from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.schedule import expected_stages
-from sparsellm.runs.stages import cached_samples, prune_model
+from sparsellm.runs.stages import cached_samples, prune_model, stage_names
 from sparsellm.runs.startup import start_run
 from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import collectives, devices
@@ -131,9 +130,7 @@ def _run(
         log.keep(work.folder / LOG)
     name = name or (work.output.name if work else PurePath(recipe.model).name)
     observer(Begun(name, recipe, report.environment, placement.tight))
-    restored = len(journal.block_files()) if journal else 0
-    estimate = partial(expected_stages, recipe, ready, placement, batch=batch, restored=restored, written=work is not None)
-    observer(Schedule(lambda: [estimate()]))
+    observer(Schedule(stage_names(recipe, ready, streamed=placement.streamed)))
     with unchanged(*_stamps(ready), ignored=(*ANEW, LOG)):
         loaded = _measure_and_prune(
             ready, placement, batch, report=report, observer=observer, journal=journal, work=work, shared=shared

@@ -66,7 +66,6 @@ class PruneSettings(RunSettings, total=False):
     beta: float
     scope: str | None
     allocation: str | None
-    allocation_bounds: str | None
     blocks: str
     include: str | Sequence[str]
     exclude: str | Sequence[str]

@@ -23,7 +23,6 @@ from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
-from sparsellm.runs.schedule import announce_runs
 from sparsellm.runs.workspace import work_directory
 from sparsellm.runtime import collectives
 
@@ -125,17 +124,14 @@ def run_each(
         for (folder, recipe), done in zip(folders.items(), finished, strict=True):
             if not done:
                 check_output(folder, replaces, recipe.model)
-    if len(folders) > 1 and not gradual:  # whose later runs prune what the earlier ones write
-        each = zip(folders.values(), finished, strict=True)
-        recipes = [None if done or not isinstance(recipe, Recipe) else recipe for recipe, done in each]
-        announce_runs(recipes, observe, written=True, shared=shared)
     for number, (folder, recipe) in enumerate(folders.items()):
         if finished[number]:
             continue
         if len(folders) > 1:
             label = recipe.size_label if isinstance(recipe, Recipe) else ""
             label = str(gradual.sparsities[number // 2]) if gradual else label  # a stage has two runs
-            observe(NextRun(number + 1, len(folders), label))
+            alike = not gradual and not any(finished[number:])  # stages prune and train by turns
+            observe(NextRun(number + 1, len(folders), label, alike))
         # The pruning runs of stages have different inputs each, so their results serve no other run.
         cache = None if gradual and isinstance(recipe, Recipe) else shared
         replace = {"resume": resume, "restart": restart, "overwrite": replaces}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
+from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.methods.rounding import Scales, Values
 from sparsellm.models.blocks import Block, blocks_of
@@ -32,7 +33,13 @@ from sparsellm.recovery.generation import generate_samples
 from sparsellm.runs.cached_allocation import Allocated, cached_allocation
 from sparsellm.runs.events import (
     ALLOCATION,
+    ANSWERING,
+    CONTINUING,
     GENERATING,
+    LAYERS,
+    LOADING,
+    MEASURING,
+    MEASURING_CHECKPOINT,
     PREDICTING,
     PRUNING,
     RECOVERING,
@@ -44,7 +51,7 @@ from sparsellm.runs.events import (
     phase,
 )
 from sparsellm.runs.preparation import Prepared
-from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recipe_methods import integer_values
 from sparsellm.runs.records import TRAINING_STATE, WHOLE_MODEL
@@ -55,6 +62,32 @@ from sparsellm.runs.training import model_step, model_written, trains_outside
 from sparsellm.runs.training_outcome import why_unchanged
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import count_zeros
+
+
+def stage_names(recipe: RunRecipe, ready: Prepared, *, streamed: bool) -> tuple[str, ...]:
+    """Names of the stages of a run from the loading of the model to the last measurement, in running order.
+
+    Args:
+        recipe: The run.
+        ready: Its method, plan and sequences.
+        streamed: Whether the model is read block by block.
+    """
+    is_recovery, has_head = isinstance(recipe, RecoveryRecipe), blocks_and_head(ready.skeleton, ready.plan)[-1].is_head
+    measured = [MEASURING] * len(ready.tests) + [ANSWERING] * bool(recipe.task)
+    prompts = [CONTINUING] * len(recipe.prompt)
+    layers = recipe.allocation_rule == "fisher" and ready.tests and isinstance(ready.source, Checkpoint)
+    costs = [LAYERS] * bool(layers and not streamed and not has_head)
+    names = [MEASURING_CHECKPOINT] * bool(is_recovery and ready.tests) + [LOADING]
+    names += [f"{name} dense" for name in measured] + prompts + costs
+    names += [GENERATING] * bool(recipe.calibration_written) + [SENSITIVITIES] * ready.method.needs_fisher
+    if recipe.allocation_rule in RULES[1:]:
+        names.append(f"{ALLOCATION} ({recipe.allocation_rule})")
+    names += [GENERATING, PREDICTING] if recipe.model_steps else []
+    names.append(RECOVERING if is_recovery else PRUNING)
+    names += [TRAINING] if recipe.model_steps else []
+    names += [f"{name} pruned" for name in measured] + prompts + costs
+    return tuple(names)
+
 
 STORING_SHARE = 0.1
 """Largest fraction of the time of a training that storing its states takes, after the first one."""

@@ -10,21 +10,17 @@ from typing import Any
 import pytest
 
 from sparsellm.runs.display import Display, human_seconds, line, time_left, to_dict
-from sparsellm.runs.events import Advanced, Event, ExpectedStage, Measured, NextRun, Note, Schedule, Stage
+from sparsellm.runs.events import Advanced, Event, Measured, NextRun, Note, Schedule, Stage
 from sparsellm.runs.progress import State
 from tests.unit.runs.test_progress import Clock, block
 
 GIB = 2**30
 STATE = State(3, 128, "llama-2-7b, sparsellm, 2:4", "choosing per-layer sparsity (fisher)", 12, 14, 12345, 67890, "sequence",
-              0.996, 359_000.0, 360_000.0, "model.layers.31.mlp.down_proj  error 0.00123")  # fmt: skip
+              359_000.0, 360_000.0, "model.layers.31.mlp.down_proj  error 0.00123")  # fmt: skip
 
 RUN: list[Event] = [
     Stage("opening"),
-    Schedule(
-        lambda: (
-            (ExpectedStage("measuring dense", 20.0, "measuring"), ExpectedStage("pruning", 40.0, "pruning", (20.0, 20.0))),
-        )
-    ),
+    Schedule(("measuring dense", "pruning")),
     Stage("measuring dense"),
     *(Advanced(done, 20, "sequence") for done in range(1, 21)),
     Measured("perplexity", "demo", "dense", float("inf"), None),
@@ -53,13 +49,13 @@ def test_a_line_fits_and_keeps_what_matters(width: int) -> None:
     """The longest stage of a large sweep: numbers, time left and memory stay, names are cut."""
     text = line(STATE, (15 * GIB, 16 * GIB), width)
     assert len(text) < width
-    for part in ("[3/128] ", "12/14 choosing", ", sequence 12,345/67,890", "99%", "100h00m left", "memory 94%"):
+    for part in ("[3/128] ", "12/14 choosing", ", sequence 12,345/67,890", "49%", "100h00m left", "memory 94%"):
         assert part in text
 
 
 def test_a_short_line_also_has_the_last_result() -> None:
-    state = State(0, 0, "", "pruning", 2, 3, 4, 24, "layer", 0.25, 61.0, 100.2, "mean error 0.012")
-    assert line(state, (GIB, 16 * GIB), 80) == "2/3 pruning, layer 4/24  25%  1m01s, 1m41s left  memory 6%  mean error 0.012"
+    state = State(0, 0, "", "pruning", 2, 3, 4, 24, "layer", 61.0, 100.2, "mean error 0.012")
+    assert line(state, (GIB, 16 * GIB), 80) == "2/3 pruning, layer 4/24  37%  1m01s, 1m41s left  memory 6%  mean error 0.012"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(1e-3, "<1s left"), (0.99, "<1s left"), (1.2, "2s left"), (3601, "1h00m left")])
@@ -69,7 +65,7 @@ def test_time_left_is_never_zero(seconds: float, text: str) -> None:
 
 
 def test_unknown_time_left_is_left_out() -> None:
-    state = State(0, 0, "", "opening", 0, 0, 0, 0, "", 0.0, 2.0, None, "")
+    state = State(0, 0, "", "opening", 0, 0, 0, 0, "", 2.0, None, "")
     assert line(state, (GIB, 16 * GIB), 80) == "opening  2s  memory 6%"
     assert to_dict(state, (GIB, 16 * GIB))["seconds_left"] is None
 
@@ -148,7 +144,7 @@ def test_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     play("auto", monkeypatch)
-    assert all(text.startswith("<progress value=") for text in shown)
+    assert all(text.startswith("<progress ") for text in shown)
     assert any("sequence 10/20" in text for text in shown)
     assert "&lt;" not in shown[0]
     assert 'value="1"' in shown[-1]
@@ -184,14 +180,14 @@ def test_what_several_runs_tell_alike_is_displayed_once(mode: Any, capsys: pytes
 
 def test_the_numbers_of_runs_and_of_stages_stand_apart() -> None:
     """Each beside what it counts; without room for the name of the run, it is left out and not the stage's."""
-    state = State(1, 8, "trying 48%", "pruning", 1, 8, 0, 0, "", 0.5, 10.0, 10.0, "")
+    state = State(1, 8, "trying 48%", "pruning", 1, 8, 0, 0, "", 10.0, 10.0, "")
     assert line(state, (GIB, 16 * GIB), 80) == "[1/8] trying 48%: 1/8 pruning  50%  10s, 10s left  memory 6%"
     assert line(state, (GIB, 16 * GIB), 58).startswith("[1/8] 1/8 pruning  50%")
 
 
 def test_a_run_is_named_where_there_is_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with Display("plain") as display:
-        display(Schedule(lambda: ((ExpectedStage("pruning", 1.0, ""),), (ExpectedStage("pruning", 1.0, ""),))))
         display(NextRun(2, 2, "alps"))
+        display(Schedule(("pruning",)))
         display(Stage("pruning"))
     assert capsys.readouterr().err.startswith("[2/2] alps: 1/1 pruning  ")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
 
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.runs.events import Advanced, Event, ExpectedStage, NextRun, Schedule, Stage
-from sparsellm.runs.progress import LEAST_LEFT, PRIOR_SECONDS, PRIOR_SHARE, Progress
+from sparsellm.runs.events import WRITING, Advanced, Event, NextRun, Schedule, Stage
+from sparsellm.runs.progress import Progress
 from sparsellm.solvers.patterns import Unstructured
 
-PRUNING = ExpectedStage("pruning", 40.0, "pruning", (10.0,) * 4)
-MEASURING = ExpectedStage("measuring dense", 20.0, "measuring")
+STAGES = Schedule(("measuring dense", "pruning", "measuring pruned"))
 
 
 class Clock:
@@ -51,250 +50,145 @@ def blocks(name: str, seconds: Sequence[float], restored: int = 0) -> Iterator[S
         yield taken, [result] if index < restored else [*result.layers, result]
 
 
-def play(schedule: Schedule, steps: Sequence[Step], tick: float = 0.5) -> list[tuple[float, float, float, bool]]:
-    """Play a run; at each tick the time since its start, that left as displayed and as true, and whether a unit just ended."""
-    clock = Clock()
-    progress, start, end = Progress(clock), clock.now, clock.now + sum(seconds for seconds, _ in steps)
-    progress(schedule)
-    shown: list[tuple[float, float, float, bool]] = []
+def run(*seconds: float, measuring: float = 20.0, restored: int = 0) -> list[Step]:
+    """A run that measures, prunes blocks in these seconds, and measures again."""
+    steps: list[Step] = [(0.0, [STAGES]), *sequences("measuring dense", measuring)]
+    return [*steps, *blocks("pruning", seconds, restored), *sequences("measuring pruned", measuring)]
+
+
+def played(progress: Progress, clock: Clock, steps: Sequence[Step]) -> None:
+    """Send the events of all steps, each at its time."""
     for seconds, events in steps:
-        until, fresh = clock.now + seconds, True
-        while clock.now < until - 1e-9:
-            state = progress.state()
-            assert state.seconds_left is not None
-            shown.append((clock.now - start, state.seconds_left, end - clock.now, fresh))
-            clock.now, fresh = min(clock.now + tick, until), False
-        for event in events:
-            progress(event)
-    return shown
-
-
-def steps(ratio: Callable[[], float], restored: int = 0) -> list[Step]:
-    """A run that measures, prunes four blocks and measures again, at this multiple of the expected seconds."""
-    taken = [0.3 if index < restored else 10 * ratio() for index in range(4)]
-    return [
-        *sequences("measuring dense", 20 * ratio()),
-        *blocks("pruning", taken, restored),
-        *sequences("measuring pruned", 20 * ratio()),
-    ]
-
-
-def schedule(restored: int = 0) -> Schedule:
-    """The expected stages of `steps`."""
-    each = (*(0.3,) * restored, *(10.0,) * (4 - restored))
-    pruning = ExpectedStage("pruning", sum(each), "pruning", each)
-    return Schedule(lambda: ((MEASURING, pruning, ExpectedStage("measuring pruned", 20.0, "measuring")),))
-
-
-@pytest.mark.parametrize("restored", [0, 2])
-@pytest.mark.parametrize("ratio", [1 / 3, 1.0, 3.0])
-def test_wrong_rates_are_corrected_by_the_first_stage(ratio: float, restored: int) -> None:
-    """Where all stages take the same multiple, the time left is right from a quarter on, and never rises from there."""
-    shown = play(schedule(restored), steps(lambda: ratio, restored))
-    end = shown[0][2]
-    late = [(left, true) for elapsed, left, true, _ in shown if elapsed > end / 4]
-    for left, true in late:
-        assert left == pytest.approx(true, rel=0.2, abs=0.6)
-    assert max(later / before for (before, _), (later, _) in pairwise(late)) < 1.05
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_between_two_units_the_time_left_falls_and_is_never_zero(seed: int) -> None:
-    """Also where each block takes from a fifth to five times the expected seconds."""
-    generator = random.Random(seed)
-    shown = play(schedule(), steps(lambda: 5 ** generator.uniform(-1, 1)))
-    assert min(left for _, left, _, _ in shown) > 0
-    for (_, before, _, _), (_, after, _, fresh) in pairwise(shown):
-        assert fresh or after <= before + 1e-9
-
-
-def test_the_time_left_equals_a_direct_calculation() -> None:
-    """After the first stage at twice, and one of four blocks at half the expected seconds, by hand."""
-    clock = Clock()
-    progress = Progress(clock)
-    progress(schedule())
-    for seconds, events in [*sequences("measuring dense", 40.0), *list(blocks("pruning", [5.0, 5.0, 5.0, 5.0]))[:2]]:
         clock.now += seconds
         for event in events:
             progress(event)
+
+
+def shown(steps: Sequence[Step], tick: float = 0.5) -> Iterator[tuple[float, float | None, float, bool]]:
+    """Play a command; at each tick the time since its start, that left as displayed and as true, and whether a unit ended."""
+    clock = Clock()
+    progress, start, end = Progress(clock), clock.now, clock.now + sum(seconds for seconds, _ in steps)
+    for seconds, events in steps:
+        until, fresh = clock.now + seconds, True
+        while clock.now < until - 1e-9:
+            yield clock.now - start, progress.state().seconds_left, end - clock.now, fresh
+            clock.now, fresh = min(clock.now + tick, until), False
+        for event in events:
+            progress(event)
+
+
+@pytest.mark.parametrize("restored", [0, 2])
+def test_the_time_left_is_true_once_a_block_was_pruned(restored: int) -> None:
+    """Before, nothing is said: how long pruning takes is not known. Restored blocks are not taken for fast ones."""
+    each = [0.01] * restored + [10.0] * 6
+    known = 20.0 + 0.01 * restored + 10.0
+    for elapsed, left, true, _ in shown(run(*each, measuring=20.0, restored=restored)):
+        assert (left is None) == (elapsed < known - 1e-6)
+        assert left is None or left == pytest.approx(true, abs=0.6)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_between_two_units_the_time_left_falls_and_is_never_zero(seed: int) -> None:
+    generator = random.Random(seed)
+    states = [x for x in shown(run(*(10 * 5 ** generator.uniform(-1, 1) for _ in range(6)))) if x[1] is not None]
+    assert min(left for _, left, _, _ in states if left is not None) > 0
+    for (_, before, _, _), (_, after, _, fresh) in pairwise(states):
+        assert fresh or (after or 0) <= (before or 0) + 1e-9
+
+
+def test_the_time_left_equals_a_direct_calculation() -> None:
+    """After two blocks of 4 and 6 seconds and 1.5 of the third: two more units of 5 seconds, and a second measurement."""
+    clock = Clock()
+    progress = Progress(clock)
+    played(progress, clock, run(4.0, 6.0, 9.0, 9.0, measuring=40.0)[: 1 + 21 + 3])
     clock.now += 1.5
-    prior = PRIOR_SECONDS + PRIOR_SHARE * 80
-    overall = (40 + 5 + prior) / (20 + 10 + prior)
-    pruning, measuring = (5 + prior * overall) / (10 + prior), (40 + prior * overall) / (20 + prior)
     state = progress.state()
-    assert state.seconds_left == pytest.approx(30 * pruning - 1.5 + 20 * measuring)
-    assert state.elapsed == pytest.approx(46.5)
-    assert (state.number, state.stages, state.done, state.total, state.unit) == (2, 3, 1, 4, "layer")
+    assert state.seconds_left == pytest.approx(2 * 5 - 1.5 + 40)
+    assert state.elapsed == pytest.approx(51.5)
+    assert state.fraction == pytest.approx(51.5 / (51.5 + 48.5))
+    assert (state.number, state.stages, state.done, state.total, state.unit) == (2, 3, 2, 4, "layer")
 
 
-def test_restored_blocks_do_not_count_as_fast() -> None:
-    """After two blocks that took no time, the two others are expected at the rate of the stage before."""
-    shown = play(
-        schedule(2), [*sequences("measuring dense", 20.0), *blocks("pruning", [0.01, 0.01, 10.0, 10.0], 2)], tick=0.005
-    )
-    after = next(left for elapsed, left, _, _ in shown if elapsed > 20.02)
-    assert after == pytest.approx(40.0, rel=0.05)  # two blocks and the second measurement
-
-
-def test_results_from_a_cache_do_not_count_as_fast() -> None:
-    """A stage that counts no sequences has measured nothing."""
+def test_a_block_without_layers_counts() -> None:
     clock = Clock()
     progress = Progress(clock)
-    progress(schedule())
-    progress(Stage("measuring dense"))
-    clock.now += 0.01
-    progress(Stage("pruning", 4, 4))
-    assert progress.state().seconds_left == pytest.approx(60.0)
-
-
-def test_a_stage_without_an_estimate_makes_the_time_left_unknown_until_it_is_measured() -> None:
-    tasks = [ExpectedStage(f"tasks {when}", None, "tasks") for when in ("dense", "pruned")]
-    clock = Clock()
-    progress = Progress(clock)
-    progress(Schedule(lambda: ((tasks[0], PRUNING, tasks[1]),)))
-    assert progress.state().seconds_left is None
-    progress(Stage("tasks dense"))
-    assert progress.state().seconds_left is None
-    for done in range(1, 11):
-        clock.now += 3.0
-        progress(Advanced(done, 10, "answer"))
-    progress(Stage("pruning", 4, 4))
-    assert progress.state().seconds_left == pytest.approx(40.0 + 30.0)
-    progress(Stage("tasks pruned"))
-    assert progress.state().seconds_left == pytest.approx(30.0)
+    progress(Schedule(("recovering",)))
+    progress(Stage("recovering", 4, 4))
     clock.now += 5.0
-    progress(Advanced(1, 10, "answer"))
-    assert progress.state().seconds_left == pytest.approx(45.0)
+    progress(BlockResult(0, "0", (), (), 5.0))
+    assert progress.state().seconds_left == pytest.approx(15.0)
 
 
-def test_runs_of_a_sweep_are_added_up_and_those_left_out_are_not() -> None:
-    """A run that another process takes is no longer counted when the next one starts."""
+def test_results_from_a_cache_say_nothing() -> None:
+    """A stage that counts no sequences has measured nothing: how long the pruned model is measured is not known."""
     clock = Clock()
     progress = Progress(clock)
-    progress(Schedule(lambda: ((PRUNING,), (), (PRUNING,), (PRUNING, MEASURING))))
-    progress(NextRun(1, 4, "first"))
-    assert progress.state().seconds_left == pytest.approx(140.0)
-    progress(Schedule(lambda: ((MEASURING,),)))  # the run's own, which the sweep has already
-    assert progress.state().seconds_left == pytest.approx(140.0)
-    progress(NextRun(4, 4, "last"))
+    played(progress, clock, [(0.0, [STAGES]), (0.0, [Stage("measuring dense")]), (0.01, []), *blocks("pruning", [1.0, 1.0])])
+    assert progress.state().seconds_left is None
+    played(progress, clock, list(sequences("measuring pruned", 10.0))[:6])
+    assert progress.state().seconds_left == pytest.approx(7.5)
+
+
+def test_several_texts_are_told_apart() -> None:
+    """The second text of the pruned model takes as long as the second one of the dense model did."""
+    clock = Clock()
+    progress = Progress(clock)
+    progress(Schedule(("measuring dense",) * 2 + ("pruning",) + ("measuring pruned",) * 2))
+    played(
+        progress, clock, [*sequences("measuring dense", 5.0), *sequences("measuring dense", 50.0), *blocks("pruning", [3.0])]
+    )
+    assert progress.state().seconds_left == pytest.approx(55.0)
+    played(progress, clock, list(sequences("measuring pruned", 5.0)))
+    assert (progress.state().number, progress.state().seconds_left) == (4, pytest.approx(50.0))
+
+
+def test_runs_that_are_alike_are_known_from_the_first_one() -> None:
+    """What they share, the measurement of the dense model, takes no time in later ones."""
+    clock = Clock()
+    progress = Progress(clock)
+    progress(NextRun(1, 3, "50%", alike=True))
+    played(progress, clock, run(10.0, 10.0)[: 1 + 21 + 2])
+    assert progress.state().seconds_left == pytest.approx(10.0 + 20.0 + 2 * 40.0)
+    played(progress, clock, [(10.0, [*block(1).layers, block(1)]), *sequences("measuring pruned", 20.0)])
+    progress(NextRun(2, 3, "60%", alike=True))
+    assert progress.state().seconds_left is None, "nothing of this run is known before its stages are"
+    played(progress, clock, [(0.0, [STAGES]), (0.0, [Stage("measuring dense")]), *list(blocks("pruning", [10.0, 10.0]))[:2]])
     state = progress.state()
-    assert (state.run, state.runs, state.run_name, state.seconds_left) == (4, 4, "last", pytest.approx(60.0))
+    assert (state.run, state.runs, state.run_name, state.seconds_left) == (2, 3, "60%", pytest.approx(10 + 20 + 40))
 
 
-def test_a_run_that_a_sweep_could_not_estimate_brings_its_own_stages() -> None:
-    progress = Progress(Clock())
-    progress(Schedule(lambda: ((PRUNING,), (), (PRUNING,))))
-    progress(NextRun(2, 3, "second"))
-    assert progress.state().seconds_left == pytest.approx(40.0)
-    progress(Schedule(lambda: ((MEASURING,),)))
-    assert progress.state().seconds_left == pytest.approx(60.0)
+def test_of_runs_that_differ_only_the_last_one_has_a_time_left() -> None:
+    for number, left in ((1, None), (2, 30.0)):
+        clock = Clock()
+        progress = Progress(clock)
+        progress(NextRun(number, 2, "wanda"))
+        played(progress, clock, run(10.0, 10.0)[: 1 + 21 + 2])
+        assert progress.state().seconds_left == (left and pytest.approx(left))
 
 
-def test_a_run_of_which_nothing_is_known_leaves_the_time_left_unknown() -> None:
-    """Announced without a schedule of all, or refused when all were estimated: the runs that are known are not the whole."""
-    for whole in (None, Schedule(lambda: ((PRUNING,), None, (PRUNING,)))):
-        progress = Progress(Clock())
-        if whole:
-            progress(whole)
-        for number, left in ((1, None), (2, None), (3, 40.0)):
-            progress(NextRun(number, 3, str(number)))
-            if not whole:
-                progress(Schedule(lambda: ((PRUNING,),)))
-            assert progress.state().seconds_left == (left if left is None else pytest.approx(left))
-        assert progress.state().fraction == 0.0 or whole
-
-
-def test_what_runs_take_besides_their_stages_is_expected_of_the_later_ones() -> None:
-    """Opening, reading and whatever counts no units: as long as in the run before."""
+def test_writing_counts_once_it_was_measured() -> None:
     clock = Clock()
     progress = Progress(clock)
-    writing = ExpectedStage("writing", 1.0, "writing")
-    progress(Schedule(lambda: ((PRUNING, writing),) * 4))
-    for number in range(1, 5):
-        progress(NextRun(number, 4, str(number)))
-        expected = (5 - number) * 41.0 + (4 - number) * (30.0 if number > 1 else 0.0)
-        assert progress.state().seconds_left == pytest.approx(expected)
-        progress(Stage("opening"))
-        clock.now += 10.0
-        for seconds, events in blocks("pruning", [10.0] * 4):
-            clock.now += seconds
-            for event in events:
-                progress(event)
-        progress(Stage("writing"))
-        clock.now += 21.0
+    for number, left in ((1, 10.0), (2, 17.0)):
+        progress(NextRun(number, 2, "", alike=True))
+        progress(Schedule(("pruning",)))
+        played(progress, clock, list(blocks("pruning", [10.0, 10.0]))[:2])
+        seconds = progress.state().seconds_left
+        assert number == 1 or seconds == pytest.approx(left)
+        played(progress, clock, [(10.0, [*block(1).layers, block(1)]), (0.0, [Stage(WRITING)]), (7.0, [])])
 
 
 def test_a_stage_that_is_repeated_counts_again() -> None:
     """As where memory runs out, and pruning starts again with smaller batches."""
     clock = Clock()
     progress = Progress(clock)
-    progress(schedule())
-    for _, events in [*sequences("measuring dense", 0.0), (0.0, [Stage("pruning", 4, 4), *block(0).layers, block(0)])]:
-        for event in events:
-            progress(event)
-    progress(Stage("pruning", 4, 4))
+    played(progress, clock, [*run(10.0, 10.0, 10.0, 10.0)[: 1 + 21 + 2], (0.0, [Stage("pruning", 4, 4)])])
     state = progress.state()
     assert (state.number, state.done) == (2, 0)
 
 
-def test_one_misjudged_stage_does_not_mislead_the_others() -> None:
-    """A second expected, a hundred taken: other stages are not expected to take a hundred times as long."""
-    clock = Clock()
-    progress = Progress(clock)
-    progress(Schedule(lambda: ((ExpectedStage("short", 1.0, "short"), ExpectedStage("long", 100.0, "long")),)))
-    progress(Stage("short"))
-    clock.now += 100.0
-    progress(Advanced(1, 1, "step"))
-    assert progress.state().seconds_left < 250.0
-
-
-def test_a_long_block_counts_as_almost_done() -> None:
-    clock = Clock()
-    progress = Progress(clock)
-    progress(Schedule(lambda: ((PRUNING,),)))
-    progress(Stage("pruning", 4, 4))
-    clock.now += 1000.0
-    assert progress.state().seconds_left == pytest.approx(30 + LEAST_LEFT * 10)
-
-
-def test_within_a_block_its_results_count_as_in_the_block_before() -> None:
-    """The first block has its layer's result after a quarter; the second one's comes late, and the time left rises with it."""
-    clock = Clock()
-    progress = Progress(clock)
-    progress(Schedule(lambda: ((PRUNING,),)))
-    progress(Stage("pruning", 4, 4))
-    for seconds, event in [(2.5, block(0).layers[0]), (7.5, block(0)), (5.0, block(1).layers[0])]:
-        clock.now += seconds
-        progress(event)
-    prior = PRIOR_SECONDS + PRIOR_SHARE * 40
-    ratio = (15.0 + prior * (15.0 + prior) / (12.5 + prior)) / (12.5 + prior)
-    assert progress.state().seconds_left == pytest.approx(27.5 * ratio)
-    clock.now += 4.0
-    assert progress.state().seconds_left == pytest.approx(27.5 * ratio - 4.0)
-
-
-def test_the_fraction_rises_to_one() -> None:
-    generator = random.Random(3)
-    clock = Clock()
-    progress = Progress(clock)
-    progress(schedule())
-    fractions = [0.0]
-    for seconds, events in steps(lambda: 3 ** generator.uniform(-1, 1)):
-        clock.now += seconds
-        for event in events:
-            progress(event)
-        fractions.append(progress.state().fraction)
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == pytest.approx(1.0, abs=1e-3)
-
-
-def test_a_stage_without_an_estimate_is_learned_from_its_first_unit() -> None:
-    """Then the time left includes the later stages of its kind, before the first one ends."""
-    now = [0.0]
-    progress = Progress(clock=lambda: now[0])
-    progress(Schedule(lambda: (tuple(ExpectedStage(f"answering {when}", None, "answering") for when in ("dense", "pruned")),)))
-    progress(Stage("answering dense"))
-    assert progress.state().seconds_left is None
-    now[0] = 2.0
-    progress(Advanced(1, 10, "answer"))
-    assert progress.state().seconds_left == pytest.approx(18 + 20)
+def test_a_stage_that_was_not_announced_has_no_number_of_its_own() -> None:
+    progress = Progress(Clock())
+    progress(Stage("opening"))
+    state = progress.state()
+    assert (state.number, state.stages, state.seconds_left, state.fraction) == (0, 0, None, None)

@@ -1,0 +1,46 @@
+"""Reports that an earlier revision wrote are still read: `tests/reports` has one of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import sparsellm
+from sparsellm.errors import InvalidSetting
+from sparsellm.reports.page import report_page
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.records import FinishedCell, read_record
+
+REPORTS = Path(__file__).parents[1] / "reports"
+RECOVERIES = ("recovered", "gradual")
+NAMES = sorted(file.stem for file in REPORTS.glob("*.json") if file.stem != "cell")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_report_is_read(name: str, tmp_path: Path) -> None:
+    """With the figures of its layers, in text and as a page."""
+    report = sparsellm.load_report(REPORTS / f"{name}.json")
+    assert report.totals.pruned_layers == len(report.layers) == len(report.to_frame()) > 0
+    assert f"{100 * report.totals.sparsity_of_pruned_layers:.2f} %" in str(report)
+    assert report.digests
+    (tmp_path / "sparsellm.json").write_bytes((REPORTS / f"{name}.json").read_bytes())
+    page, _ = report_page(tmp_path)
+    assert f"{report.totals.pruned_layers} " in page
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in RECOVERIES])
+def test_its_recipe_can_be_run_again(name: str) -> None:
+    recipe = read_recipe({"model": "demo:opt"}, REPORTS / f"{name}.json")
+    assert recipe.calibration == "demo"
+
+
+@pytest.mark.parametrize("name", RECOVERIES)
+def test_a_recovery_s_recipe_is_refused(name: str) -> None:
+    with pytest.raises(InvalidSetting, match="report of a recovery"):
+        read_recipe({"model": "demo:opt"}, REPORTS / f"{name}.json")
+
+
+def test_a_finished_cell_is_read() -> None:
+    cell, _ = read_record(REPORTS / "cell.json", FinishedCell, "finished cell")
+    assert cell.report.perplexity
