@@ -43,6 +43,7 @@ COMMANDS: dict[str, str] = {
     "recover, whole model": "recover PRUNED OUT --against demo:opt --calibration demo --samples 32 --steps 40",
     "recover, block by block": "recover PRUNED OUT --against demo:opt --calibration demo --samples 32 --scope block --steps 40",
     "evaluate": "evaluate demo:llama --text demo",
+    "prune, three sparsities": f"prune demo:opt OUT --method alps --evaluate demo {PRUNE.replace('80%', '50%,60%,70%')}",
     "sweep of 9 runs": "sweep SWEEP OUT",
     "demo": "demo",
 }
@@ -102,7 +103,8 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, float]:
     ratios = [left / true for left, true, _ in compared if true >= max(SHORTEST, 0.05 * end)]
     lowest = accumulate((left for _, left in shown), min)
     rises = [left / least - 1 for (_, left), least in zip(shown, lowest, strict=True) if left - least > SHORTEST]
-    result = {"seconds": end, "first": shown[0][1] / (end - shown[0][0]), "held": held / sum(x for *_, x in compared)}
+    first, left = shown[0]
+    result = {"seconds": end, "known": first / end, "first": left / (end - first), "held": held / sum(x for *_, x in compared)}
     return {
         name: round(x, 3)
         for name, x in (result | {"low": min(ratios), "high": max(ratios), "rise": max(rises, default=0)}).items()
@@ -126,13 +128,14 @@ def table() -> list[str]:
             [
                 name,
                 f"{cell['seconds']:.0f} s",
+                f"{100 * cell['known']:.0f}%",
                 f"{cell['first']:.2f}",
                 ratios,
                 f"{100 * cell['held']:.0f}%",
                 f"{100 * cell['rise']:.0f}%",
             ]
         )
-    head = ["command", "time", "at first", "from a quarter on", "within 30%", "largest rise"]
+    head = ["command", "time", "known from", "at first", "from a quarter on", "within 30%", "largest rise"]
     return [f"{machine}, processor time of one thread:", "", *markdown_table(head, rows)]
 
 
