@@ -178,10 +178,11 @@ static void prepare(Job *job, char *to, const void *x, int to_dtype) {
         job->factors[t] = 1;
         if (job->dtype == to_dtype) {
             memcpy(row, (const char *)x + (size_t)(t * job->columns) * width, (size_t)job->columns * width);
-            continue;
+        } else {
+            const uint16_t *words = (const uint16_t *)x + t * job->columns;
+            for (int64_t c = 0; c < job->columns; c++) ((float *)row)[c] = from_bfloat16(words[c]);
         }
-        const uint16_t *words = (const uint16_t *)x + t * job->columns;
-        for (int64_t c = 0; c < job->columns; c++) ((float *)row)[c] = from_bfloat16(words[c]);
+        if (job->scales) job->factors[t] = shrink((float *)row, job->columns);
     }
 }
 

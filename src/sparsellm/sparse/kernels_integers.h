@@ -3,13 +3,16 @@
      NAME, TARGET   suffix of the functions, and the attribute that compiles them for an instruction set
      X_BYTES        bytes of 64 prepared columns of a token
      SUMS, RESULT   types of the sums of a group and of what the groups add up to
-     VECTOR         type of the integers of 64 columns
-     WORD(v, p, w)  a VECTOR of 64 columns, whose mask is w, from the values at p; moves p
-     SPLIT(to, p)   where defined: WORD's values are the 64 bytes at `to`, split from pairs of numbers of 4 bits at p. This is done one
+     PARTS          equal parts of 64 columns that are taken one after the other
+     VECTOR         type of the integers of a part
+     PART(v, p, w, n)  a VECTOR of the n-th part of 64 columns, whose mask is w, from the values at p; moves p
+     SPLIT(to, p)   where defined: PART's values are the 64 bytes at `to`, split from pairs of numbers of 4 bits at p. This is done one
                     word ahead: a load of bytes that two stores have just written waits for both, which took half of the time
-     START(job, t, group)         SUMS at the beginning of a group
-     MULTIPLY_WORD(sums, v, x)    sums + v * x, x being a pointer to 64 prepared columns
-     SCALE(result, sums, scale)   result + scale * sums
+     COLUMNS, LOAD(x, n)   type of a token's columns of a part, and the n-th part of 64 prepared columns at x
+     KEEP_PART(columns)    as KEEP in kernels_tile.h
+     START(job, t, group)           SUMS at the beginning of a group
+     MULTIPLY_PART(sums, v, x, n)   adds v * x of the n-th part to sums
+     SCALE(result, sums, scale)     result + scale * sums
      ROWS(tokens)   rows that are taken at once, 1, 2 or 4: they share the loads of x
      NOTHING, TOTAL_OF(result)    a RESULT of zero, and its sum in float32
    A row's sum is made in the same order whatever rows are beside it, so that results do not depend on the number of threads. */
@@ -19,7 +22,7 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
     const uint16_t *scales[4] = {0};
     RESULT results[4][MAX_TOKENS];
 #ifdef SPLIT
-    uint8_t bytes[4][2][GROUP + 8] = {{{0}}}; /* 8 more may be read */
+    _Alignas(GROUP) uint8_t bytes[4][2][GROUP];
 #endif
     UNROLL
     for (int i = 0; i < rows; i++) {
@@ -43,21 +46,35 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
         }
         for (; word < end; word++) {
             const char *x = (const char *)job->x + word * X_BYTES;
+            uint64_t w[4] = {0};
+#ifdef SPLIT
+            const uint8_t *q[4] = {0};
+            int64_t next = word + 1 < job->groups ? word + 1 : word; /* behind the last word something is split, too, and not used */
+#else
+            const uint8_t **q = p;
+#endif
             UNROLL
             for (int i = 0; i < rows; i++) {
-                uint64_t w = read_mask(mask[i] + word * 8);
+                w[i] = read_mask(mask[i] + word * 8);
                 if (word % 8 == 0) __builtin_prefetch(mask[i] + (word + rows * job->groups) * 8, 0, 2);
                 PREFETCH(p[i]); /* 64 columns move p by 64 bytes at most, so that every line is asked for */
-                VECTOR v;
 #ifdef SPLIT
-                const uint8_t *q = bytes[i][word % 2];
-                if (word + 1 < job->groups) SPLIT(bytes[i][(word + 1) % 2], p[i]), p[i] += PAIRS(read_mask(mask[i] + (word + 1) * 8));
-                WORD(v, q, w);
-#else
-                WORD(v, p[i], w);
+                q[i] = bytes[i][word & 1];
+                SPLIT(bytes[i][~word & 1], p[i]), p[i] += PAIRS(read_mask(mask[i] + next * 8));
 #endif
+            }
+            UNROLL
+            for (int n = 0; n < PARTS; n++) {
+                VECTOR v[4];
                 UNROLL
-                for (int t = 0; t < tokens; t++) sums[i][t] = MULTIPLY_WORD(sums[i][t], v, x + t * job->stride * X_BYTES / GROUP);
+                for (int i = 0; i < rows; i++) PART(v[i], q[i], w[i], n);
+                UNROLL
+                for (int t = 0; t < tokens; t++) {
+                    COLUMNS columns = LOAD(x + t * job->stride * X_BYTES / GROUP, n);
+                    if (rows > 1) KEEP_PART(columns);
+                    UNROLL
+                    for (int i = 0; i < rows; i++) MULTIPLY_PART(sums[i][t], v[i], columns, n);
+                }
             }
         }
         UNROLL

@@ -45,12 +45,9 @@ static ALWAYS_INLINE Pair pair_float16(uint8x16_t bytes) {
         p += __builtin_popcount(BITS(w, n));                                                           \
     }
 static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
-    const uint8x16_t low = vdupq_n_u8(15), eight = vdupq_n_u8(8);
     for (int i = 0; i < 32; i += 16) {
         uint8x16_t bytes = vld1q_u8(p + i);
-        uint8x16_t even = vsubq_u8(veorq_u8(vandq_u8(bytes, low), eight), eight);
-        uint8x16_t odd = vsubq_u8(veorq_u8(vshrq_n_u8(bytes, 4), eight), eight);
-        vst2q_u8(to + 2 * i, ((uint8x16x2_t){{even, odd}}));
+        vst2q_u8(to + 2 * i, ((uint8x16x2_t){{vshlq_n_u8(bytes, 4), vandq_u8(bytes, vdupq_n_u8(0xf0))}}));
     }
 }
 #define NEON_LOAD(p) vld1q_u8((const uint8_t *)(p))
@@ -67,11 +64,13 @@ static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
 #define ADD pair_add
 #define ADD_SCALED pair_add_scaled
 #define ROWS(tokens) (tokens == 8 ? 1 : 2)
+#define INTEGER_ROWS(tokens) 1
 #define STEP_FLOAT32 NEON_FLOAT32
 #define STEP_BFLOAT16 NEON_BFLOAT16
 #define STEP_FLOAT16 NEON_FLOAT16
 #define STEP_DENSE NEON_DENSE
 #define WORD_INT8 NEON_WORD_INT8
+#define UNIT_INT8 1.0f
 #define SPLIT_INT4 neon_split
 #include "kernels_types.h"
 DECODE(decode_words_neon, , uint16_t, 8, NEON_PLACE_WORDS)

@@ -44,3 +44,16 @@ static ALWAYS_INLINE uint16_t to_float16(float number) {
     if (size > 0x7f800000) half = 0x7e00;
     return (uint16_t)(sign | half);
 }
+
+/* Divide numbers by 2^64 if one is as large or larger, so that sums of them times integers times UNIT (kernels_types.h) do not
+   overflow. Returns what a product is to be multiplied by. */
+static float shrink(float *x, int64_t columns) {
+    int32_t largest = 0;
+    for (int64_t c = 0; c < columns; c++) {
+        int32_t size = (int32_t)(to_bits(x[c]) & 0x7fffffff);
+        largest = size > largest ? size : largest;
+    }
+    if (largest < (int32_t)to_bits(0x1p64f)) return 1;
+    for (int64_t c = 0; c < columns; c++) x[c] *= 0x1p-64f;
+    return 0x1p64f;
+}

@@ -40,10 +40,10 @@ enum {
 /* Bytes of a word's numbers of 4 bits. */
 #define PAIRS(w) ((__builtin_popcountll(w) + 1) >> 1)
 
-/* Split pairs of numbers of 4 bits into bytes, and take these for a word; 8 more may be read. */
+/* Split pairs of numbers of 4 bits into bytes, and take these for a word. */
 #define WORD_OF_HALVES(v, p, w)                                                                        \
     do {                                                                                               \
-        uint8_t bytes[GROUP + 8] = {0};                                                                \
+        _Alignas(GROUP) uint8_t bytes[GROUP];                                                          \
         const uint8_t *q = bytes;                                                                      \
         SPLIT_INT4(bytes, p);                                                                          \
         WORD_INT8(v, q, w);                                                                            \
@@ -58,9 +58,10 @@ enum {
             for (int64_t group = 0; group < job->groups; group++) {                                    \
                 uint64_t w = read_mask(job->mask + (row * job->groups + group) * 8);                   \
                 float numbers[GROUP];                                                                  \
-                VECTOR v;                                                                              \
+                SUM v[GROUP / LANES];                                                                  \
                 PREFETCH(p);                                                                           \
                 WORD(v, p, w);                                                                         \
+                UNROLL for (int n = 0; n < GROUP / LANES; n++) v[n] = INTEGERS(v[n]);                  \
                 memcpy(numbers, &v, sizeof numbers);                                                   \
                 write_scaled(job, row, group, numbers);                                                \
             }                                                                                          \
@@ -132,7 +133,7 @@ static ALWAYS_INLINE float eight_total(Eight a) {
         p += kept;                                                                                     \
     }
 static ALWAYS_INLINE void portable_split(uint8_t *to, const uint8_t *p) {
-    for (int i = 0; i < GROUP / 2; i++) to[2 * i] = (uint8_t)(((p[i] & 15) ^ 8) - 8), to[2 * i + 1] = (uint8_t)((p[i] >> 4 ^ 8) - 8);
+    for (int i = 0; i < GROUP / 2; i++) to[2 * i] = (uint8_t)(p[i] << 4), to[2 * i + 1] = p[i] & 0xf0;
 }
 #define LOAD_WORD(p) (*(const uint64_t *)(const void *)(p))
 #define OR_WORD(a, b) ((a) | (b))
@@ -149,11 +150,13 @@ static ALWAYS_INLINE void portable_split(uint8_t *to, const uint8_t *p) {
 #define ADD eight_add
 #define ADD_SCALED eight_add_scaled
 #define ROWS(tokens) 1
+#define INTEGER_ROWS(tokens) 1
 #define STEP_FLOAT32 EIGHT_FLOAT32
 #define STEP_BFLOAT16 EIGHT_BFLOAT16
 #define STEP_FLOAT16 EIGHT_FLOAT16
 #define STEP_DENSE EIGHT_DENSE
 #define WORD_INT8 EIGHT_WORD_INT8
+#define UNIT_INT8 1.0f
 #define SPLIT_INT4 portable_split
 #include "kernels_types.h"
 DECODE(decode_words_portable, , uint16_t, 1, PLACE_ONE)

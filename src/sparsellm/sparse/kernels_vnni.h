@@ -85,34 +85,42 @@ static int prepare_planes(Job *job, char *to, const char *x) {
 #define X_BYTES PLANES_BYTES
 #define SUMS Planes
 #define RESULT __m512
+#define PARTS 1
 #define VECTOR __m512i
+#define COLUMNS const char *
+#define LOAD(x, n) (x)
+#define KEEP_PART(x) (void)(x)
 #define START(job, t, group) load_planes((job)->starts + ((t) * (job)->scale_groups + (group)) * PLANES_BYTES)
-#define MULTIPLY_WORD multiply_planes
+#define MULTIPLY_PART(sums, v, x, n) (sums = multiply_planes(sums, v, x))
 #define SCALE scale_planes
 #define NOTHING _mm512_setzero_ps()
 #define TOTAL_OF _mm512_reduce_add_ps
 #define ROWS(tokens) ((tokens) == 1 ? 4 : (tokens) == 2 ? 2 : 1)
 
 #define NAME int8_planes
-#define WORD(v, p, w) \
+#define PART(v, p, w, n) \
     (v = _mm512_xor_si512(EXPAND_INT8(p, w), _mm512_set1_epi8(-128)), p += __builtin_popcountll(w))
 #include "kernels_integers.h"
 #undef NAME
-#undef WORD
+#undef PART
 
 #define NAME int4_planes
-#define WORD(v, p, w) (v = EXPAND_INT4(p, w), p += PAIRS(w))
+#define PART(v, p, w, n) (v = EXPAND_INT4(p, w), p += PAIRS(w))
 #include "kernels_integers.h"
 #undef NAME
-#undef WORD
+#undef PART
 
 #undef TARGET
 #undef X_BYTES
 #undef SUMS
 #undef RESULT
+#undef PARTS
 #undef VECTOR
+#undef COLUMNS
+#undef LOAD
+#undef KEEP_PART
 #undef START
-#undef MULTIPLY_WORD
+#undef MULTIPLY_PART
 #undef SCALE
 #undef NOTHING
 #undef TOTAL_OF

@@ -41,21 +41,18 @@ static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
     (_mm_storeu_si128((__m128i *)(to), AVX2_WORDS(p, (w) & 255)), p += __builtin_popcountll((w) & 255))
 #define AVX2_PLACE_NUMBERS(to, p, w) \
     (_mm_storeu_si128((__m128i *)(to), AVX2_NUMBERS(p, (w) & 15)), p += __builtin_popcountll((w) & 15))
-static ALWAYS_INLINE TARGET_AVX2 __m256 avx2_integers(const uint8_t *p, uint64_t place) {
-    int64_t bytes;
-    memcpy(&bytes, p, 8);
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(AVX2_HIGH(high_bytes, _mm256_set1_epi64x(bytes), place), 24));
-}
-#define AVX2_WORD_INT8(v, p, w)                                                                        \
-    UNROLL for (int n = 0; n < 8; n++) {                                                               \
+#define AVX2_INT8(v, p, w, n)                                                                          \
+    do {                                                                                               \
         uint64_t place = PLACE(w, n);                                                                  \
-        v[n] = avx2_integers(p, place), p += __builtin_popcountll(place);                              \
-    }
+        int64_t bytes;                                                                                 \
+        memcpy(&bytes, p, 8);                                                                          \
+        v = _mm256_cvtepi32_ps(AVX2_HIGH(high_bytes, _mm256_set1_epi64x(bytes), place));               \
+        p += __builtin_popcountll(place);                                                              \
+    } while (0)
 static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) {
-    const __m256i low = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
+    const __m256i high = _mm256_set1_epi8((char)0xf0);
     __m256i bytes = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)p), 0xd8);
-    __m256i even = _mm256_and_si256(bytes, low), odd = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
-    even = _mm256_sub_epi8(_mm256_xor_si256(even, eight), eight), odd = _mm256_sub_epi8(_mm256_xor_si256(odd, eight), eight);
+    __m256i even = _mm256_and_si256(_mm256_slli_epi16(bytes, 4), high), odd = _mm256_and_si256(bytes, high);
     _mm256_storeu_si256((__m256i *)to, _mm256_unpacklo_epi8(even, odd));
     _mm256_storeu_si256((__m256i *)(to + 32), _mm256_unpackhi_epi8(even, odd));
 }
@@ -73,11 +70,13 @@ static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) 
 #define ADD _mm256_add_ps
 #define ADD_SCALED(sum, v, factor) _mm256_fmadd_ps(v, _mm256_set1_ps(factor), sum)
 #define ROWS(tokens) (tokens == 8 ? 1 : 2)
+#define INTEGER_ROWS(tokens) (tokens == 8 ? 1 : 2)
 #define STEP_FLOAT32 AVX2_FLOAT32
 #define STEP_BFLOAT16 AVX2_BFLOAT16
 #define STEP_FLOAT16 AVX2_FLOAT16
 #define STEP_DENSE AVX2_DENSE
-#define WORD_INT8 AVX2_WORD_INT8
+#define STEP_INT8 AVX2_INT8
+#define UNIT_INT8 0x1p24f
 #define SPLIT_INT4 avx2_split
 #include "kernels_types.h"
 DECODE(decode_words_avx2, TARGET_AVX2, uint16_t, 8, AVX2_PLACE_WORDS)
@@ -153,10 +152,12 @@ static ALWAYS_INLINE TARGET_AVX512 void widen_bytes(__m512 v[4], __m512i bytes) 
 #define ADD _mm512_add_ps
 #define ADD_SCALED(sum, v, factor) _mm512_fmadd_ps(v, _mm512_set1_ps(factor), sum)
 #define ROWS(tokens) (tokens == 8 ? 2 : 4)
+#define INTEGER_ROWS(tokens) 1
 #define STEP_FLOAT32 AVX512_FLOAT32_STEP
 #define STEP_BFLOAT16 AVX512_BFLOAT16_STEP
 #define STEP_FLOAT16 AVX512_FLOAT16_STEP
 #define STEP_DENSE AVX512_DENSE_STEP
+#define UNIT_INT8 1.0f
 #define WORD_INT8 AVX512_WORD_INT8
 #define WORD_INT4 AVX512_WORD_INT4
 #include "kernels_types.h"

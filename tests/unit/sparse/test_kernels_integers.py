@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsellm.solvers.linalg import count_negative_zeros
 from sparsellm.solvers.quantization import integer_range
 from sparsellm.sparse import kernels
-from sparsellm.sparse.bitmask import PADDING, Bitmask
+from sparsellm.sparse.bitmask import PADDING, Bitmask, unpack_bits
 from sparsellm.sparse.quantization import QuantizedBitmask
 from tests.unit.sparse.test_kernels import DTYPES, SETS, before_guard_page, compiled, random_tokens, slow_product
 
@@ -139,6 +139,42 @@ def test_tokens_do_not_depend_on_each_other(name: str, bits: int, group_size: in
     check(result[:4], x[:4], weight)
     assert torch.equal(result[3], torch.zeros(7))
     assert all(torch.allclose(result[i], kernels.matmul(x[i : i + 1], weight)[0], rtol=1e-5, atol=0) for i in range(5))
+
+
+@pytest.mark.parametrize("name", SETS)
+@compiled
+def test_sums_of_large_numbers_do_not_overflow(name: str) -> None:
+    """Where the sums of integers would, and their products with the scales do not; also beside small numbers."""
+    kernels.set_instruction_set(name)
+    for bits, group_size in FORMATS:
+        weight = random_weight(7, 330, bits, group_size)
+        weight = replace(weight, scales=weight.scales * 2.0**-20)
+        for dtype in (torch.float32, torch.bfloat16):
+            for power in (60, 64, 66, 100, 126):
+                x = random_tokens(3, 330, dtype).clamp(-1.9, 1.9) * 2.0**power
+                x[1, ::3], x[2] = 1.0, x[2] * 2.0**-power
+                result = kernels.matmul(x, weight)
+                assert result.isfinite().all()
+                check(result, x, weight)
+
+
+@pytest.mark.parametrize("name", SETS)
+@compiled
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
+    """Some rows are taken two or four at once, others alone."""
+    kernels.set_instruction_set(name)
+    for bits, group_size in FORMATS:
+        whole = random_weight(9, 330, bits, group_size)
+        integers, keep = whole.to_integers(), unpack_bits(whole.mask, 330)
+        for tokens in (1, 2, 4, 8):
+            x = random_tokens(tokens, 330, torch.float32)
+            result = kernels.matmul(x, whole)
+            for row in range(9):
+                part = slice(row, row + 1)
+                alone = QuantizedBitmask.from_integers(
+                    integers[part], whole.scales[part], bits=bits, group_size=group_size, keep=keep[part]
+                )
+                assert torch.equal(kernels.matmul(x, alone), result[:, part])
 
 
 @pytest.mark.parametrize("name", SETS)
