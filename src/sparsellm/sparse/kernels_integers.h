@@ -11,13 +11,14 @@
      COLUMNS, LOAD(x, n)   type of a token's columns of a part, and the n-th part of 64 prepared columns at x
      KEEP_PART(columns)    as KEEP in kernels_tile.h
      START(job, t, group)           SUMS at the beginning of a group
-     MULTIPLY_PART(sums, v, x, n)   adds v * x of the n-th part to sums
+     MULTIPLY_PART(sums, v, x, chain)   adds v * x of a part to sums, of which `chain` is 0, or alternates for few tokens
      SCALE(result, sums, scale)     result + scale * sums
      ROWS(tokens)   rows that are taken at once, 1, 2 or 4: they share the loads of x
      NOTHING, TOTAL_OF(result)    a RESULT of zero, and its sum in float32
    A row's sum is made in the same order whatever rows are beside it, so that results do not depend on the number of threads. */
 
 static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, const int rows, const int tokens) {
+    const int chains = tokens <= 2 ? 2 : 1; /* as in kernels_tile.h: more sums of more tokens do not fit into registers */
     const uint8_t *mask[4] = {0}, *p[4] = {0};
     const uint16_t *scales[4] = {0};
     RESULT results[4][MAX_TOKENS];
@@ -73,7 +74,7 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
                     COLUMNS columns = LOAD(x + t * job->stride * X_BYTES / GROUP, n);
                     if (rows > 1) KEEP_PART(columns);
                     UNROLL
-                    for (int i = 0; i < rows; i++) MULTIPLY_PART(sums[i][t], v[i], columns, n);
+                    for (int i = 0; i < rows; i++) MULTIPLY_PART(sums[i][t], v[i], columns, n % chains);
                 }
             }
         }

@@ -58,7 +58,7 @@ typedef struct { SUM v[2]; } GLUE(Sums_, SET); /* two, since one addition waits 
 #define COLUMNS SUM
 #define LOAD(x, n) LOAD_X((const float *)(x) + (n) * LANES)
 #define KEEP_PART KEEP
-#define MULTIPLY_PART(sums, a, x, n) ((sums).v[n % 2] = MULTIPLY((sums).v[n % 2], a, x))
+#define MULTIPLY_PART(sums, a, x, chain) ((sums).v[chain] = MULTIPLY((sums).v[chain], a, x))
 #define PART_INT8 STEP_INT8
 #else
 typedef struct { SUM v[GROUP / LANES]; } GLUE(Word_, SET);
@@ -72,7 +72,7 @@ static ALWAYS_INLINE TARGET GLUE(Sums_, SET) GLUE(multiply_, SET)(GLUE(Sums_, SE
 #define COLUMNS const float *
 #define LOAD(x, n) ((const float *)(x))
 #define KEEP_PART(x) (void)(x)
-#define MULTIPLY_PART(sums, a, x, n) (sums = GLUE(multiply_, SET)(sums, &a, x))
+#define MULTIPLY_PART(sums, a, x, chain) ((void)(chain), sums = GLUE(multiply_, SET)(sums, &a, x))
 #define PART_INT8(a, p, w, n) WORD_INT8((a).v, p, w)
 #define PART_INT4(a, p, w, n) WORD_INT4((a).v, p, w)
 #endif

@@ -91,7 +91,7 @@ static int prepare_planes(Job *job, char *to, const char *x) {
 #define LOAD(x, n) (x)
 #define KEEP_PART(x) (void)(x)
 #define START(job, t, group) load_planes((job)->starts + ((t) * (job)->scale_groups + (group)) * PLANES_BYTES)
-#define MULTIPLY_PART(sums, v, x, n) (sums = multiply_planes(sums, v, x))
+#define MULTIPLY_PART(sums, v, x, chain) ((void)(chain), sums = multiply_planes(sums, v, x))
 #define SCALE scale_planes
 #define NOTHING _mm512_setzero_ps()
 #define TOTAL_OF _mm512_reduce_add_ps
