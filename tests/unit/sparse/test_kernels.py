@@ -6,6 +6,8 @@ import ctypes
 import math
 import mmap
 import multiprocessing
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -317,6 +319,8 @@ def test_program_without_python_agrees_with_a_loop(
             pytest.skip(f"needs {program}")
     program, source = tmp_path / "check", Path(__file__).with_name("kernels_check.c")
     folder = Path(kernels.__file__).parent
+    if not emulator:
+        flags = [*flags, *shlex.split(os.environ.get("CFLAGS", ""))]  # as hatch_build.py: the same instruction sets
     command = [compiler, "-O1", "-Wall", "-Werror", *flags, f"-I{folder}", "-pthread", "-o", str(program), str(source), "-lm"]
     subprocess.run(command, check=True)
     done = subprocess.run([*filter(None, [emulator]), program], check=False, capture_output=True, text=True)
