@@ -17,28 +17,27 @@ try:
 except ImportError:  # run as a script, or by the tests: hatchling is only where packages are built
     BuildHookInterface = object
 
-FOLDER = Path(__file__).parent / "src" / "sparsellm" / "sparse"
-SOURCES = (FOLDER / "kernels.c", FOLDER.parent / "models" / "sparse_matmul.c", FOLDER.parent / "runtime" / "bf16_gram.c")
-"""Each makes a library of its own, of its name with an underscore before it."""
+FOLDER = Path(__file__).parent / "src" / "sparsellm" / "native"
+"""The folder of the C files, all of which make one library there."""
 
 FLAGS = ("-O2", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")
 VARIANTS = ((), ("-DSPARSELLM_PORTABLE",))
 """The second is for compilers that do not know the instruction sets."""
 
 
-def compile_kernels(source: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Compile a source to a library beside it.
+def compile_kernels(folder: Path = FOLDER, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Compile the C files of a folder to a library beside them.
 
     A library of an earlier build is removed first, so that it never serves other sources.
 
     Args:
-        source: One of `SOURCES`.
+        folder: The folder of the sources.
         environment: CC names another compiler than cc, gcc or clang; ARCHFLAGS and CFLAGS are added.
 
     Returns:
         The library; None without a compiler, if the compiler fails, or on Windows.
     """
-    library = source.with_name(f"_{source.stem}.so")
+    library = folder / "_native.so"
     library.unlink(missing_ok=True)
     candidates = [environment["CC"]] if environment.get("CC") else ["cc", "gcc", "clang"]
     compiler = next((words for name in candidates if shutil.which((words := shlex.split(name))[0])), None)
@@ -47,7 +46,7 @@ def compile_kernels(source: Path, environment: Mapping[str, str] = os.environ) -
     flags = [*FLAGS, *shlex.split(environment.get("ARCHFLAGS", "")), *shlex.split(environment.get("CFLAGS", ""))]
     partial = library.with_suffix(f".{os.getpid()}")
     for variant in VARIANTS:
-        command = [*compiler, *flags, *variant, "-o", str(partial), str(source)]
+        command = [*compiler, *flags, *variant, "-o", str(partial), *map(str, sorted(folder.glob("*.c")))]
         try:
             subprocess.run(command, check=True, timeout=600, stdin=subprocess.DEVNULL, capture_output=True)
             return partial.replace(library)
@@ -62,22 +61,19 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before a wheel, ordinary or editable, is put together."""
         try:
-            libraries = [compile_kernels(source) for source in SOURCES]
+            library = compile_kernels()
         except OSError:  # such as a folder without permission to write
-            libraries = []
-        compiled = [f"/{library.relative_to(self.root).as_posix()}" for library in libraries if library]
-        if len(compiled) < len(SOURCES):
+            library = None
+        if library is None:
             self.app.display_warning("no kernels for sparse weights: a C compiler (gcc or clang) was not found, or failed")
-        if not compiled:
             return
-        build_data["artifacts"] += compiled
+        build_data["artifacts"].append(f"/{library.relative_to(self.root).as_posix()}")
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"  # the library knows nothing of Python
 
 
 if __name__ == "__main__":
-    results = [compile_kernels(source) for source in SOURCES]
-    for result in results:
-        print(result or "no C compiler (cc, gcc or clang), or it failed", file=sys.stderr)
-    sys.exit(None in results)
+    result = compile_kernels()
+    print(result or "no C compiler (cc, gcc or clang), or it failed", file=sys.stderr)
+    sys.exit(result is None)

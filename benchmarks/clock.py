@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import sparsellm
 
-LIBRARIES = ("._kernels", "._sparse_matmul", "._bf16_gram")
+LIBRARIES = ("._native",)
 """Ends of the names of compiled libraries, which Python cannot import."""
 
 MOMENTS = (

@@ -34,7 +34,8 @@ import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import SparseLLMError
-from sparsellm.sparse import kernel_library, kernels
+from sparsellm.runtime import native
+from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
 from sparsellm.sparse.packed_checkpoint import PackedTensor, read_packed
@@ -407,7 +408,7 @@ def show(base: Base, number: int, run: Run, weights: list[PackedMatrix]) -> None
 def main(folder: str, work: str, first: int, last: int, library: str | None = None) -> None:
     """Show the inputs of some numbers, and print what came of them."""
     if library is not None:
-        kernel_library.LIBRARY = Path(library)
+        native.LIBRARY = Path(library)
         assert kernels.available()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OPTConfig
 
 import sparsellm
+from sparsellm.runtime import native
 from sparsellm.sparse import kernels
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "400"))
@@ -65,9 +66,9 @@ def test_changed_models_are_refused_or_run_within_their_memory(bases: Path, tmp_
     ]
     if missing := [path for path in paths if not Path(path).is_file()]:
         pytest.skip(f"needs {missing[0]} of gcc")
-    library, source = tmp_path / "kernels.so", Path(kernels.__file__).with_name("kernels.c")
+    library, sources = tmp_path / "kernels.so", sorted(native.LIBRARY.parent.glob("*.c"))
     flags = ["-O1", "-g", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", *SANITIZERS]
-    subprocess.run(["gcc", *flags, "-o", str(library), str(source)], check=True)
+    subprocess.run(["gcc", *flags, "-o", str(library), *map(str, sources)], check=True)
     (work := tmp_path / "work").mkdir()
     options = ":".join(f"{name}={value}" for name, value in OPTIONS.items())
     done = subprocess.run(

@@ -28,41 +28,43 @@ def build() -> ModuleType:
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "/nowhere/cc -x"])
 def test_nothing_is_compiled_without_a_compiler(build: ModuleType, compiler: str, tmp_path: Path) -> None:
     """An earlier library, of other sources, does not stay."""
-    (tmp_path / "_kernels.so").write_bytes(b"earlier")
-    assert build.compile_kernels(tmp_path / "kernels.c", {"CC": compiler}) is None
+    (tmp_path / "_native.so").write_bytes(b"earlier")
+    assert build.compile_kernels(tmp_path, {"CC": compiler}) is None
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_compiler_without_the_instruction_sets_makes_portable_kernels(build: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "kernels.c").write_text("#ifndef SPARSELLM_PORTABLE\n#error\n#endif\nint portable;\n", encoding="ascii")
-    library = tmp_path / "_kernels.so"
-    assert build.compile_kernels(tmp_path / "kernels.c", {}) == library
+    library = tmp_path / "_native.so"
+    assert build.compile_kernels(tmp_path, {}) == library
     assert b"portable" in library.read_bytes()
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_every_source_makes_its_library(build: ModuleType, tmp_path: Path) -> None:
-    for source in build.SOURCES:
-        (tmp_path / source.name).write_text("int symbol;\n", encoding="ascii")
-        assert build.compile_kernels(tmp_path / source.name, {}) == tmp_path / f"_{source.stem}.so"
+def test_all_sources_make_one_library(build: ModuleType, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.c").write_text(f"int symbol_{name};\n", encoding="ascii")
+    library = build.compile_kernels(tmp_path, {})
+    assert library == tmp_path / "_native.so"
+    assert {b"symbol_one", b"symbol_two"} <= set(library.read_bytes().split(b"\0"))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_wheel_names_the_platform_only_with_a_library(build: ModuleType, compiled: bool, tmp_path: Path) -> None:
-    library = tmp_path / "src" / "_kernels.so" if compiled else None
+    library = tmp_path / "src" / "_native.so" if compiled else None
     hook = build.CustomBuildHook.__new__(build.CustomBuildHook)
     app = mock.Mock()
     data: dict[str, Any] = {"artifacts": [], "pure_python": True}
     with (
         mock.patch.multiple(build.CustomBuildHook, root=str(tmp_path), app=app, create=True),
-        mock.patch.object(build, "compile_kernels", side_effect=lambda source: library and library.with_name(source.name)),
+        mock.patch.object(build, "compile_kernels", return_value=library),
     ):
         hook.initialize("standard", data)
     assert app.display_warning.called is not compiled
     assert data["pure_python"] is not compiled
-    assert data["artifacts"] == (["/src/kernels.c", "/src/sparse_matmul.c", "/src/bf16_gram.c"] if compiled else [])
+    assert data["artifacts"] == (["/src/_native.so"] if compiled else [])
     assert data.get("tag", "py3-none-").startswith("py3-none-")
 
 
@@ -70,7 +72,7 @@ def test_sources_are_in_the_source_distribution(build: ModuleType) -> None:
     """All files that the C file includes are beside it, and the hook is named in the configuration."""
     included = [
         line.split('"')[1]
-        for file in build.FOLDER.glob("kernels*.[ch]")
+        for file in build.FOLDER.glob("*.[ch]")
         for line in file.read_text(encoding="ascii").splitlines()
         if line.startswith('#include "')
     ]

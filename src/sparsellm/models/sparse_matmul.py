@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +12,8 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import replace_forward
 from sparsellm.runtime import devices
 from sparsellm.runtime.alternatives import Computation, speedup
+from sparsellm.runtime.native import load_library
 from sparsellm.runtime.products import linear
-
-LIBRARY = Path(__file__).with_name("_sparse_matmul.so")
-
-VERSION = 2
 
 MIN_WEIGHTS, MIN_TOKENS = 2**18, 64
 """Number of weights from which the kernel is used, and the tokens of a block."""
@@ -65,7 +58,7 @@ class SparseMatmul:
         self._starts = torch.empty(chunks * self.rows + 1, dtype=torch.int32)
         self._places, self._values = torch.empty(count + 1, dtype=torch.uint8), torch.empty(count + 1)
         entries = _pointers(self._starts, self._places, self._values)
-        library.sparsellm_encode(*_pointers(weight), *_sizes(self.rows, self.columns), *entries)
+        library.sparsellm_encode(weight.data_ptr(), self.rows, self.columns, *entries)
 
     def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """`inputs` (..., in) float32 times the transposed weight, plus a bias (out,): (..., out)."""
@@ -79,14 +72,14 @@ class SparseMatmul:
 
         def multiply(part: tuple[Tensor, Tensor]) -> int:
             (rows, target), entries = part, (self._starts, self._places, self._values)
-            given = ctypes.c_void_p(None) if bias is None else _pointers(bias)[0]
             status: int = self._library.sparsellm_sparse_matmul(
-                *_pointers(rows),
-                *_sizes(len(rows), self.columns),
+                rows.data_ptr(),
+                len(rows),
+                self.columns,
                 *_pointers(*entries),
-                *_sizes(self.rows),
-                given,
-                *_pointers(target),
+                self.rows,
+                None if bias is None else bias.data_ptr(),
+                target.data_ptr(),
             )
             return status
 
@@ -185,20 +178,6 @@ class PrunedLayers:
         return forward
 
 
-@cache
-def load_library() -> Any:
-    """The compiled library beside this file; None if it is missing or of another version."""
-    library = devices.load_library(LIBRARY, VERSION)
-    if library is not None:
-        library.sparsellm_encode.restype = None
-    return library
-
-
-def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+def _pointers(*tensors: Tensor) -> list[int]:
     """Addresses of contiguous tensors."""
-    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-
-
-def _sizes(*numbers: int) -> list[ctypes.c_int64]:
-    """Numbers as C takes them."""
-    return [ctypes.c_int64(number) for number in numbers]
+    return [tensor.data_ptr() for tensor in tensors]

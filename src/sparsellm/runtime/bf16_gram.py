@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.runtime import devices
-
-LIBRARY = Path(__file__).with_name("_bf16_gram.so")
-
-VERSION = 2
+from sparsellm.runtime import devices, native
 
 MAX_TOKENS = 2048
 """Tokens copied for the kernel at a time, unless a unit has more; the float64 sums are read and written once for them."""
@@ -122,13 +116,6 @@ def _row_addresses(panels: Iterable[tuple[int, Tensor]]) -> Tensor:
 
 @cache
 def load_library() -> Any:
-    """The compiled library beside this file; None if it is missing, of another version, or not for this processor."""
-    library = devices.load_library(LIBRARY, VERSION)
-    if library is None or not library.sparsellm_supported():
-        return None
-    count, pointer = ctypes.c_int64, ctypes.c_void_p
-    library.sparsellm_bf16_pack.argtypes = [pointer, count, count, count, count, count, pointer]
-    library.sparsellm_bf16_add_products.argtypes = [pointer, count, pointer, count, count, count, count, count, pointer]
-    for function in (library.sparsellm_bf16_pack, library.sparsellm_bf16_add_products):
-        function.restype = None
-    return library
+    """The compiled library; None if it is missing, or if the processor has no AVX-512 BF16."""
+    library = native.load_library()
+    return library if library is not None and library.sparsellm_bf16_supported() else None

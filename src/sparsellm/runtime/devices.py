@@ -6,7 +6,6 @@ are read from a device rarely and in batches, because each read waits for it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import time
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -197,15 +195,6 @@ def row_chunks(*tensors: Tensor, entries: int | None = None) -> Iterator[tuple[T
     rows, columns = tensors[0].shape
     size = max(rows if queued(tensors[0].device) else (entries or CHUNK) // max(columns, 1), 1)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
-
-
-def load_library(file: Path, version: int) -> Any:
-    """Load a compiled library of CPU kernels; None if it is missing or of another version."""
-    try:
-        library = ctypes.CDLL(str(file))
-        return library if library.sparsellm_version() == version else None
-    except (OSError, AttributeError):
-        return None
 
 
 def map_threads(function: Callable[[T], Any], parts: Sequence[T]) -> Iterable[Any]:

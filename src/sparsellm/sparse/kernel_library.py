@@ -1,24 +1,20 @@
-"""The compiled library of kernels, `_kernels`, and its functions."""
+"""The kernels for packed matrices, and the instruction set that they use."""
 
 from __future__ import annotations
 
 import ctypes
 import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.runtime import devices
+from sparsellm.runtime import native
 
 INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
 """In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI, VBMI2 and VNNI."""
 
-LIBRARY = Path(__file__).with_name("_kernels.so")
-
-VERSION = 4
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """Types of values, numbered as in kernels.c; uint8 holds two numbers of 4 bits."""
 
@@ -36,17 +32,7 @@ class Library:
         self.names = [name for number, name in enumerate(INSTRUCTION_SETS) if present >> number & 1]
         self.number = INSTRUCTION_SETS.index(self.names[-1])
         library.sparsellm_use_openmp(openmp_start())
-        number, count, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self.matmul = library.sparsellm_matmul
-        self.matmul.argtypes = [number, number, pointer, number, count, pointer, pointer, number]
-        self.matmul.argtypes += [pointer, pointer, count, count, count, pointer, pointer]
-        self.decode = library.sparsellm_decode
-        self.decode.argtypes = [number, number, pointer, pointer, number, pointer, pointer]
-        self.decode.argtypes += [count, count, count, count, number, pointer]
-        self.decode.restype = None
-        self.read = library.sparsellm_read
-        self.read.argtypes = [number, number, pointer, count]
-        self.read.restype = None
+        self.matmul, self.decode, self.read = library.sparsellm_matmul, library.sparsellm_decode, library.sparsellm_read
 
 
 def openmp_start() -> ctypes.c_void_p | None:
@@ -59,8 +45,8 @@ def openmp_start() -> ctypes.c_void_p | None:
 
 @cache
 def load_library() -> Library | None:
-    """The library beside this file; None if it is missing or of another version."""
-    library = devices.load_library(LIBRARY, VERSION)
+    """The kernels; None if they are not compiled."""
+    library = native.load_library()
     return None if library is None else Library(library)
 
 

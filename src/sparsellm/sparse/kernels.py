@@ -1,4 +1,4 @@
-"""Products with bitmask matrices on a CPU, by the compiled library `_kernels` or, without it, by decoding rows for torch."""
+"""Products with bitmask matrices on a CPU, by the compiled library or, without it, by decoding rows for torch."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.runtime import native
 from sparsellm.sparse import kernel_library, kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask
 
@@ -142,7 +143,7 @@ def test_special_numbers_behave_as_in_a_dense_product(name: str, dtype: torch.dt
 @pytest.fixture
 def pool() -> Iterator[None]:
     """The library's own threads instead of OpenMP's."""
-    library = ctypes.CDLL(str(kernel_library.LIBRARY))
+    library = native.load_library()
     library.sparsellm_use_openmp(None)
     yield
     library.sparsellm_use_openmp(kernel_library.openmp_start())
@@ -289,10 +290,14 @@ def test_wrong_use_is_refused() -> None:
 
 @compiled
 def test_library_of_another_version_is_not_used() -> None:
-    with mock.patch.object(kernel_library, "VERSION", 0):
+    def forget() -> None:
+        native.load_library.cache_clear()
         kernels.load_library.cache_clear()
+
+    with mock.patch.object(native, "VERSION", 0):
+        forget()
         assert kernels.available() is None
-    kernels.load_library.cache_clear()
+    forget()
     assert kernels.available() == kernels.instruction_sets()[-1]
 
 
@@ -318,7 +323,7 @@ def test_program_without_python_agrees_with_a_loop(
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")
     program, source = tmp_path / "check", Path(__file__).with_name("kernels_check.c")
-    folder = Path(kernels.__file__).parent
+    folder = native.LIBRARY.parent
     if not emulator:
         flags = [*flags, *shlex.split(os.environ.get("CFLAGS", ""))]  # as hatch_build.py: the same instruction sets
     command = [compiler, "-O1", "-Wall", "-Werror", *flags, f"-I{folder}", "-pthread", "-o", str(program), str(source), "-lm"]

@@ -37,7 +37,7 @@
 #endif
 
 enum {
-    VERSION = 4, /* kernels.py has the same; a library of another version is not used */
+    VERSION = 5, /* native.py has the same; a library of another version is not used */
     GROUP = 64,
     PAGE = 4096,
     MAX_TOKENS = 8,

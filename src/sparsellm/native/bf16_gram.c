@@ -10,14 +10,11 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    VERSION = 2,     /* bf16_gram.py has the same */
     LANES = 16,      /* float32 numbers in a vector */
     WIDTH = 48,      /* columns in a block: 3 vectors */
     HEIGHT = 8,      /* rows of the result whose 3 sums each stay in registers; WIDTH is a multiple */
     CHAIN = 64,     /* pairs of tokens that are summed in float32 before they are added to float64 */
 };
-
-EXPORT int sparsellm_version(void) { return VERSION; }
 
 EXPORT int sparsellm_width(void) { return WIDTH; }
 
@@ -26,7 +23,7 @@ EXPORT int sparsellm_width(void) { return WIDTH; }
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 
-EXPORT int sparsellm_supported(void) {
+EXPORT int sparsellm_bf16_supported(void) {
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bf16");
 }
@@ -128,6 +125,6 @@ EXPORT void sparsellm_bf16_add_products(const uint32_t *left, int64_t outputs, c
 
 #else
 
-EXPORT int sparsellm_supported(void) { return 0; }
+EXPORT int sparsellm_bf16_supported(void) { return 0; }
 
 #endif

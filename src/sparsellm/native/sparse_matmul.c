@@ -16,7 +16,6 @@
 #endif
 
 enum {
-    VERSION = 2, /* sparse_matmul.py has the same */
     TOKENS = 64, /* in one block: all sums of a row stay in registers, as 4 vectors of 64 bytes, 8 of 32 or 16 of 16 */
     LANES = 16,  /* tokens that are gathered at a time, so that few rows of x are read at once */
     CHUNK = 96,  /* inputs of a block in the first cache: 24 KiB; below 256 */
@@ -24,8 +23,6 @@ enum {
 typedef float Vector64 __attribute__((vector_size(64)));
 typedef float Vector32 __attribute__((vector_size(32)));
 typedef float Vector16 __attribute__((vector_size(16)));
-
-EXPORT int sparsellm_version(void) { return VERSION; }
 
 /* Inputs that share one list of row starts. */
 EXPORT int sparsellm_chunk(void) { return CHUNK; }
