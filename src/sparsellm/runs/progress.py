@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.runs.events import LAYERS, WRITING, Advanced, Event, NextRun, Schedule, Stage
+from sparsellm.runs.layer_costs import WORST
 
 BRIEF = (LAYERS, WRITING)
 """Stages that are short beside pruning. They count for nothing until one of them was measured. The second one is not announced:
 whether a run's model is written, its caller decides."""
+
+LAYERS_PASSES = WORST + 2
+"""Passes that measure the layers that cost most: each of them, none and all; before pruning there was one pass."""
 
 DENSE, PRUNED = " dense", " pruned"
 """Ends of the names of stages that are the same work on two models, and take the same time."""
@@ -170,9 +174,9 @@ class Progress:
         """Seconds to the end of the command; None if a stage or a run to come is not known."""
         seen = self._seen.copy()
         seen[self._stage.name] += 1
-        parts = deque([self._stage_left(now)])
+        parts = [self._stage_left(now)]
         for name in self._stages[self._position + 1 :]:
-            parts.append(self._measured.get((_kind(name), seen[name]), 0.0 if name in BRIEF else None))
+            parts.append(self._whole(name, seen[name]))
             seen[name] += 1
         if self._position < 0 or None in parts:
             return None
@@ -188,11 +192,19 @@ class Progress:
         """Seconds to the end of the present stage; None if nothing of it was measured."""
         since = now - self._unit_started
         total, done = (self._stage.blocks, self._blocks) if self._stage.blocks else (self._advanced.total, self._advanced.done)
-        if self._units and total:
-            unit = statistics.fmean(self._units)
-            return max((total - done) * unit - min(since, (1 - LEAST_LEFT) * unit), 0.0)
-        whole = self._measured.get((_kind(self._stage.name), self._seen[self._stage.name]))
-        return None if whole is None else max(whole - since, LEAST_LEFT * whole)
+        whole = self._whole(self._stage.name, self._seen[self._stage.name])
+        if not (self._units and total):
+            return None if whole is None else max(whole - since, LEAST_LEFT * whole)
+        unit = statistics.fmean(self._units)
+        if whole is not None:  # the first units may be slow: what the whole took before counts as much as is left
+            unit += (1 - done / total) * (whole / total - unit)
+        return max((total - done) * unit - min(since, (1 - LEAST_LEFT) * unit), 0.0)
+
+    def _whole(self, name: str, number: int) -> float | None:
+        """Seconds of a stage, the `number`-th of its name in a run, from those of an earlier one; None if there was none."""
+        if name == LAYERS and (LAYERS, number) not in self._measured:
+            return LAYERS_PASSES * self._measured.get((LAYERS, 0), 0.0)
+        return self._measured.get((_kind(name), number), 0.0 if name in BRIEF else None)
 
 
 def _kind(name: str) -> str:
