@@ -1,4 +1,4 @@
-"""Tables that compare the cells of a sweep with each other and with published values: CSV, JSON, Markdown, LaTeX."""
+"""Tables that compare the cells of a sweep with each other and with published values: CSV, JSON, Markdown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from sparsellm.reports.sweep_runner import Outcome
 
 SEED = "seed"
 """The axis of repetitions: a row of the table is the mean over its cells."""
-
-_LATEX = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "×": r"$\times$", **{mark: f"\\{mark}" for mark in "%&_#$"}})
 
 
 @dataclass(frozen=True)
@@ -164,17 +162,6 @@ def to_markdown(sweep: Sweep, rows: Sequence[Row]) -> str:
     return "\n".join([*parts, "", *legend(sweep, rows)]) + "\n"
 
 
-def to_latex(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """The table in LaTeX; it uses the package booktabs."""
-    head, lines = grid(sweep, rows)
-    left_columns = max(1, sum(axis not in (SEED, sweep.columns) for axis in sweep.axes))
-    first, *body = (" & ".join(cell.translate(_LATEX) for cell in line) + r" \\" for line in (head, *lines))
-    alignment = "l" * left_columns + "r" * (len(head) - left_columns)
-    parts = [f"% {sweep.title}", rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", first]
-    parts += [r"\midrule", *body, r"\bottomrule", r"\end{tabular}", *(f"% {line}" for line in legend(sweep, rows))]
-    return "\n".join(parts) + "\n"
-
-
 def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     """Sentences below a table: the meaning of its errors, the sources of published values, and the missing cells."""
     figures = [figure for row in rows for figure in row.figures.values()]
@@ -199,13 +186,12 @@ def models(sweep: Sweep) -> list[str]:
 
 
 def write_tables(sweep: Sweep, outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
-    """Write results.csv, .json, .md and .tex to a folder, each atomically."""
+    """Write results.csv, .json and .md to a folder, each atomically."""
     rows = table(sweep, outcomes)
     contents = {
         folder / "results.csv": to_csv(sweep, rows),
         folder / "results.json": strict_json(to_json(sweep, rows, outcomes)) + "\n",
         folder / "results.md": to_markdown(sweep, rows),
-        folder / "results.tex": to_latex(sweep, rows),
     }
     for file, text in contents.items():
         durable(file, text.encode())
