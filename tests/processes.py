@@ -87,7 +87,7 @@ def fork_server(output: Path) -> Iterator[ForkServerContext]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["sparsellm.cli.app", "tests.warm", __name__])
-        finished(context, ["methods"], output)  # the server has started when this has ended
+        finished(context, ["--version"], output)  # the server has started when this has ended
         yield context
 
 

@@ -11,8 +11,8 @@ from typing import NoReturn
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.doctor import doctor
-from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, push, verify
+from sparsellm.cli.evaluate import demo, evaluate, inspect, push, verify
+from sparsellm.cli.info import info
 from sparsellm.cli.pack import export, pack, unpack
 from sparsellm.cli.prune import plan, prune, recover
 from sparsellm.cli.sweep import bench, compare, report, search, sweep
@@ -35,13 +35,13 @@ def root(
 ) -> None:
     """Prune pre-trained language models, block by block, on a CPU or a GPU.
 
-    Example: sparsellm methods
+    Example: sparsellm info
     """
     context.obj = debug
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify)
-COMMANDS += (pack, unpack, export, bench, push, methods, doctor, demo)
+COMMANDS += (pack, unpack, export, bench, push, info, demo)
 
 for command in COMMANDS:
     # `report` refuses further runs itself, with the command that compares them.

@@ -1,8 +1,7 @@
-"""`evaluate`, `inspect`, `verify`, `push`, `methods` and `demo`: the commands that measure, check, publish and list."""
+"""`evaluate`, `inspect`, `verify`, `push` and `demo`: the commands that measure, check, publish and show."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -209,20 +208,6 @@ def push(
             print_line(stdout, f"Would push {size} to {result.url}: {', '.join(result.files)}.")
         else:
             print_line(stdout, f"Pushed {size} to {result.url}.")
-
-
-def methods(context: typer.Context, as_json: options.Json = False) -> None:
-    """List the methods and solvers.
-
-    Example: sparsellm methods
-    """
-    with report_errors(context):
-        from sparsellm.runs.recipe_fields import METHODS
-
-        if as_json:
-            print(json.dumps(METHODS, indent=1))  # `print_json` would import torch
-        else:
-            stdout.print(table(["method", "what it does"], [[name, text] for name, text in METHODS.items()], words=True))
 
 
 def demo(

@@ -40,7 +40,7 @@ METHODS = {
     "wanda": "keeps the largest |weight| times input norm in each row, values unchanged (ICLR 2024)",
     "magnitude": "keeps the largest weights, without calibration text",
 }
-"""Description of each method by name, as `sparsellm methods` prints it."""
+"""Description of each method by name, as `sparsellm info` prints it."""
 
 SCOPES = ("none", "feedforward")
 """Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""

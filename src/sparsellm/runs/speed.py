@@ -68,7 +68,7 @@ def measure_bench(
     notes = (
         []
         if kernel
-        else ["no kernel is installed, so that packed weights are decoded for every token: sparsellm doctor says why"]
+        else ["no kernel is installed, so that packed weights are decoded for every token: sparsellm info says why"]
     )
     if any(experts_of(module) is not None for module in dense.modules()):
         notes.append("a token reads only some of the experts: the ceiling counts them all, and is too low")

@@ -20,7 +20,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, t
 
 MISSING = (
     "The kernels for packed models are not compiled, so these run slower than dense ones. "
-    "Install a C compiler (gcc or clang), then sparsellm again; sparsellm doctor prints the command."
+    "Install a C compiler (gcc or clang), then sparsellm again; sparsellm info prints the command."
 )
 
 

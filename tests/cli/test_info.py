@@ -1,4 +1,4 @@
-"""`sparsellm doctor`: what this machine has, and how to get what is missing."""
+"""`sparsellm info`: what this machine has, how to get what is missing, what was measured, and the methods."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparsellm.cli import doctor
+from sparsellm.cli import info
 from sparsellm.cli.app import app
+from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.sparse import kernel_library, kernels, memory_reads
 
 ROOT = Path(__file__).parents[2]
@@ -25,35 +26,40 @@ def bandwidth() -> object:
 
 
 def test_table_fits_80_columns() -> None:
-    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"})
+    result = CliRunner().invoke(app, ["info"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "12.3 GB/s" in result.stdout
     assert torch.__version__ in result.stdout
     assert (kernels.available() or "not compiled") in result.stdout
+    parts = [part.splitlines() for part in result.stdout.split("\n\n")]
+    assert [part[0].split() for part in parts] == [["machine"], ["measured", "choices"], ["methods"]]
+    assert len({line.index(line.split(maxsplit=1)[1]) for line in (parts[0][1], parts[2][1])}) == 1, "columns are aligned"
+    assert [line.split()[0] for line in parts[2][1:] if not line.startswith(" ")] == list(METHODS)
 
 
 def test_json_has_the_same_facts() -> None:
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    found = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
     assert found["kernels"] == {"in_use": kernels.available(), "instruction_sets": kernels.instruction_sets()}
     assert found["threads"] == torch.get_num_threads()
     assert found["memory"]["total"] > found["memory"]["available"] > 0
     assert found["memory"]["bandwidth"] == 12.34e9
     assert found["packages"]["torch"] == torch.__version__
+    assert found["methods"] == METHODS
 
 
 def test_missing_parts_say_how_to_get_them() -> None:
     with (
         mock.patch.object(kernel_library, "load_library", return_value=None),
-        mock.patch.object(doctor, "_version", lambda package: None if package == "matplotlib" else "1.0"),
+        mock.patch.object(info, "_version", lambda package: None if package == "matplotlib" else "1.0"),
     ):
-        text = " ".join(CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"}).stdout.split())
-    assert " ".join(doctor.NO_KERNELS.split()) in text
-    assert "not installed: pip install 'sparsellm[plots]'" in text
+        text = " ".join(CliRunner().invoke(app, ["info"], env={"COLUMNS": "80"}).stdout.split())
+    assert " ".join(info.NO_KERNELS.split()) in text
+    assert "not installed matplotlib: pip install 'sparsellm[plots]'" in text
 
 
 def test_extras_are_those_of_the_package() -> None:
     """Those for users, which a command asks for."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(doctor.EXTRAS) == set(extras) - {"docs", "test"}
-    assert all(any(line.startswith(package) for line in extras[extra]) for extra, package in doctor.EXTRAS.items())
+    assert set(info.EXTRAS) == set(extras) - {"docs", "test"}
+    assert all(any(line.startswith(package) for line in extras[extra]) for extra, package in info.EXTRAS.items())

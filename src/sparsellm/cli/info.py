@@ -1,0 +1,160 @@
+"""`info`: what this machine has, what was measured and chosen on it, how to get what is missing, and the methods."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+
+from sparsellm.cli import options
+from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout, table
+from sparsellm.errors import plural
+
+NO_KERNELS = (
+    "not compiled, so packed models run slower than dense ones.\n"
+    "Install a C compiler (gcc or clang), then sparsellm or its clone again:\n"
+    "pip install --force-reinstall --no-deps --no-cache-dir sparsellm"
+)
+"""pip would install a wheel that it built without a compiler again, if it kept one."""
+
+EXTRAS = {
+    "plots": "matplotlib",
+    "eval": "lm-eval",
+    "frame": "pandas",
+    "train": "peft",
+    "compressed": "compressed-tensors",
+    "sentencepiece": "sentencepiece",
+}
+"""The extras of pyproject.toml for users, each with the package that it brings."""
+
+
+def info(context: typer.Context, as_json: options.Json = False) -> None:
+    """Show this machine, the choices measured on it, and the methods.
+
+    Measures which computations are faster here, and how fast memory is read, since a dense model reads every weight for each
+    token.
+
+    Example: sparsellm info
+    """
+    with report_errors(context):
+        if as_json:
+            print_json(_examine())
+            return
+        with stderr.status("measuring the processor and the memory bandwidth"):
+            found = _examine()
+        parts = _parts(found)
+        width = max(len(name) for title, rows in parts.items() for name in (title, *(name for name, _ in rows)))
+        for number, (title, rows) in enumerate(parts.items()):
+            if number:
+                print_line(stdout, "")
+            stdout.print(table([title.ljust(width), ""], rows, words=True))
+
+
+def _examine() -> dict[str, Any]:
+    """What `info --json` prints: counts, bytes, bytes per second, versions; None for what is missing."""
+    import psutil
+    import torch
+
+    from sparsellm.models.sparse_matmul import max_density
+    from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
+    from sparsellm.runs.machine_cache import use_cache
+    from sparsellm.runs.recipe_fields import METHODS
+    from sparsellm.runtime import alternatives, devices
+    from sparsellm.runtime.products import bf16_matmul_speedup, onednn_speedup, uses_onednn
+    from sparsellm.sparse import kernels, memory_reads
+
+    use_cache()
+    speedup = bf16_speedup(torch.device("cpu"))
+    memory = psutil.virtual_memory()
+    accelerator = devices.accelerator()
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    accelerators = [torch.device(str(accelerator), index) for index in range(count)]
+    return {
+        "sparsellm": _version("sparsellm"),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("torch", "transformers", "triton")},
+        "extras": {extra: {package: _version(package)} for extra, package in EXTRAS.items()},
+        "kernels": {"in_use": kernels.available(), "instruction_sets": kernels.instruction_sets()},
+        "processor": platform.machine(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
+        "float32": {"onednn_speedup": onednn_speedup(), "onednn_used": uses_onednn()},
+        "solvers": {
+            "bfloat16_speedup": bf16_matmul_speedup(),
+            "bfloat16_used": devices.multiplies_bfloat16(torch.device("cpu")),
+        },
+        "skipped_zeros": {"max_density": max_density()},
+        "packed": {"tokens": kernels.most_tokens(torch.bfloat16) if kernels.available() else 0},
+        "unsteady": alternatives.unsteady(),
+        "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
+        "accelerators": [
+            {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
+            for device in accelerators
+        ],
+        "methods": METHODS,
+    }
+
+
+def _parts(found: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The parts of the page by title, each with its lines."""
+    methods = [[name, text] for name, text in found["methods"].items()]
+    return {"machine": _packages(found) + _machine(found), "measured choices": _choices(found), "methods": methods}
+
+
+def _packages(found: dict[str, Any]) -> list[list[str]]:
+    """The lines of what is installed, and of each package that is missing, with how to get it."""
+    versions, commands = dict(found["packages"]), dict[str, str]()
+    for extra, packages in found["extras"].items():
+        versions |= packages
+        commands |= dict.fromkeys(packages, f": pip install 'sparsellm[{extra}]'")
+    return [
+        ["sparsellm", f"{found['sparsellm']}, Python {found['python']}"],
+        ["packages", ", ".join(f"{package} {number}" for package, number in versions.items() if number)],
+        *(["not installed", package + commands.get(package, "")] for package, number in versions.items() if not number),
+    ]
+
+
+def _machine(found: dict[str, Any]) -> list[list[str]]:
+    """The lines of processor, memory, devices and kernels."""
+    from sparsellm.runtime.memory import human_bytes
+
+    kernels, memory, threads = found["kernels"], found["memory"], plural(found["threads"], "thread")
+    others = ", ".join(name for name in kernels["instruction_sets"] if name != kernels["in_use"])
+    free = f"{human_bytes(memory['total'])}, {human_bytes(memory['available'])} available"
+    devices = [f"{x['device']}: {x['name']}, {human_bytes(x['available'])} available" for x in found["accelerators"]]
+    return [
+        ["processor", f"{found['processor']}, {plural(found['processors'], 'processor')}, {threads} in use"],
+        ["memory", f"{free}, read at {memory['bandwidth'] / 1e9:.1f} GB/s"],
+        *(["device", line] for line in devices or ["the CPU only"]),
+        ["kernels", f"{kernels['in_use']} in use; also here: {others or 'no other'}" if kernels["in_use"] else NO_KERNELS],
+    ]
+
+
+def _choices(found: dict[str, Any]) -> list[list[str]]:
+    """The lines of what was measured, each with what was chosen."""
+    passes, solvers, full = found["bfloat16"], found["solvers"], found["float32"]
+    density, packed = found["skipped_zeros"]["max_density"], found["packed"]["tokens"]
+    return [
+        ["bfloat16, passes", _chosen(passes["speedup"], "float32", used=passes["used"])],
+        ["bfloat16, solvers", _chosen(solvers["bfloat16_speedup"], "float32", used=solvers["bfloat16_used"])],
+        ["float32, oneDNN", _chosen(full["onednn_speedup"], "torch's own", used=full["onednn_used"])],
+        ["zeros in products", f"skipped from {100 * (1 - density):.0f} % zeros on" if density else "not skipped"],
+        *([["packed weights", f"multiplied by kernels up to {packed} tokens, decoded for more"]] if packed else []),
+        *(["not kept", f"{name}: measured under load"] for name in found["unsteady"]),
+    ]
+
+
+def _chosen(speedup: float, of: str, *, used: bool) -> str:
+    return f"{speedup:.1f} times as fast as {of}, {'used' if used else 'not used'}"
+
+
+def _version(package: str) -> str | None:
+    """The installed version of a package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
