@@ -86,7 +86,7 @@ def split_help(text: str) -> tuple[str, str]:
 
 def placeholder(param: Any) -> str:
     """An argument in the usage line."""
-    name = param.metavar or param.name.upper()
+    name = (param.metavar or param.name.upper()) + "..." * (param.nargs == -1)
     return name if param.required else f"[{name}]"
 
 

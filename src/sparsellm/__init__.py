@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from sparsellm.recovery.fixed_masks import SparsityCallback as SparsityCallback
     from sparsellm.recovery.fixed_masks import fixed_masks as fixed_masks
     from sparsellm.reports.interface import bench as bench
-    from sparsellm.reports.interface import compare as compare
     from sparsellm.reports.interface import report as report
     from sparsellm.reports.interface import search as search
     from sparsellm.reports.interface import sweep as sweep
@@ -110,7 +109,6 @@ _CONTENTS = {
     "bench": "reports.interface",
     "blocks_of": "models.blocks",
     "collect_statistics": "methods.layerwise",
-    "compare": "reports.interface",
     "evaluate": "runs.measuring",
     "export": "runs.compressed_export",
     "fixed_masks": "recovery.fixed_masks",

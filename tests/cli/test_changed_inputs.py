@@ -186,14 +186,14 @@ def test_a_comparison_of_models_of_one_name(files: Path) -> None:
     sparsellm.prune("m", "magnitude", "50%", **settings).save_pretrained("first")
     change("test.txt")
     sparsellm.prune("m", "magnitude", "60%", **settings).save_pretrained("second")
-    notes = sparsellm.compare(["first", "second"]).notes
+    notes = sparsellm.report(["first", "second"]).notes
     assert "The perplexity on test.txt is on different texts of that name: the file was changed between the runs." in notes
     change("m")
     sparsellm.prune("m", "magnitude", "60%", **settings).save_pretrained("third")
     with pytest.raises(
         InvalidSetting, match=r"first and third are pruned from different models, both called m: model\.safetensors"
     ):
-        sparsellm.compare(["first", "third"])
+        sparsellm.report(["first", "third"])
 
 
 def test_a_recovery_with_a_dense_model_that_changed(files: Path, command: Command) -> None:

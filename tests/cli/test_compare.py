@@ -1,4 +1,4 @@
-"""`compare`: the values of the reports side by side, and refusals of what cannot be compared."""
+"""`report` of several runs: the values of their reports side by side, and refusals of what cannot be compared."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def cells(comparison: Comparison, number: int) -> dict[str, list[str]]:
 
 
 def test_the_table_holds_what_the_reports_say(runs: Path) -> None:
-    comparison = sparsellm.compare([runs / "half", runs / "two-four"])
+    comparison = sparsellm.report([runs / "half", runs / "two-four"])
     table = cells(comparison, 0)
     assert table[""] == ["run", "method", "sparsity", "zeros", "words.txt", "change, %", "error", "size"]
     reports = {name: sparsellm.load_report(runs / name) for name in ("half", "two-four")}
@@ -203,13 +203,11 @@ def test_a_sweep_and_an_output(runs: Path, sweep_folder: Path) -> None:
     assert list(table)[2:] == ["cells: 50%", "cells: 60%", "two-four"]
     assert table["cells: 60%"][-1] == "-"
     assert comparison.notes[-1] == "Not finished and left out: cells: 2:4 (open)."
-    alone = read_comparison([sweep_folder])
-    assert [run.name for run in alone.runs] == ["cells: 50%", "cells: 60%"]
 
 
 def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, command: Command) -> None:
     """Tables within 80 columns; the same values as JSON; and a page that loads nothing."""
-    printed = command("compare", runs / "half", runs / "two-four", "--output", tmp_path / "new" / "page.html")
+    printed = command("report", runs / "half", runs / "two-four", "--output", tmp_path / "new" / "page.html")
     assert printed.exit_code == 0, printed.stderr
     lines = printed.stdout.splitlines()
     assert lines[0].startswith("Pruned from opt")
@@ -217,7 +215,7 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, command: Comm
     page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     assert "two-four" in page
     assert "Layers whose errors differ most" in page
-    data = json.loads(command("compare", runs / "half", runs / "two-four", "--json").stdout)
+    data = json.loads(command("report", runs / "half", runs / "two-four", "--json").stdout)
     assert [run["name"] for run in data["runs"]] == ["half", "two-four"]
     saved = sparsellm.load_report(runs / "half")
     pruned = next(iter(saved.perplexity.values())).pruned
@@ -248,20 +246,13 @@ def test_the_command_of_the_page_can_be_run(
         "a sweep": [sweep_folder, "other/two-four"],
         "with spaces": ["a b", "./other/two-four"],
     }
-    first = command("compare", *given[form], "--output", "page.html")
+    first = command("report", *given[form], "--output", "page.html")
     assert first.exit_code == 0, first.stderr
     program, *words = shown_command(tmp_path / "page.html")
     again = command(*words)
     assert program == "sparsellm"
     assert again.exit_code == 0, again.stderr
     assert again.stdout == first.stdout.replace("Wrote page.html.\n", "")
-
-
-def test_the_command_in_the_message_of_report_can_be_run(runs: Path, command: Command) -> None:
-    refused = command("report", runs / "half", runs / "two-four")
-    assert refused.exit_code == 1
-    words = shlex.split(refused.stderr.partition("To compare them: ")[2])
-    assert command(*words[1:]).exit_code == 0
 
 
 def test_metrics_that_are_no_fractions_are_not_in_per_cent(runs: Path) -> None:
@@ -277,15 +268,19 @@ def test_metrics_that_are_no_fractions_are_not_in_per_cent(runs: Path) -> None:
     assert (shown["boolq"], shown["wikitext"]) == ("50.00 %", "12.50")
 
 
-def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path, command: Command) -> None:
-    refused = command("compare", runs / "half", runs / "llama", "--output", tmp_path / "page.html")
+def test_what_cannot_be_compared_is_refused(runs: Path, sweep_folder: Path, tmp_path: Path, command: Command) -> None:
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    shutil.copy(sweep_folder / "sweep.json", unfinished)
+    refused = command("report", runs / "half", runs / "llama", "--output", tmp_path / "page.html")
     assert refused.exit_code == 1
     assert (
         refused.stderr == "error: half and llama are pruned from different models, opt and llama. Compare runs of one model.\n"
     )
     assert not (tmp_path / "page.html").exists()
     for folders, message in (
-        ([runs / "half"], "There is nothing to compare: 1 finished run"),
+        ([runs / "half"], "A comparison is of two folders or more, got 1"),
+        ([runs / "half", unfinished], r"There is nothing to compare: 1 finished run\."),
         ([runs / "half", runs / "half"], "is named twice"),
         ([runs / "half", tmp_path / "none"], "does not exist"),
         ([runs / "half", runs], "holds no run or sweep"),
@@ -294,24 +289,44 @@ def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path, command:
             read_comparison(folders)
 
 
-def test_a_report_of_several_runs_is_refused_with_a_hint_to_compare(runs: Path, command: Command) -> None:
-    """In Python and on the command line, also where the second run is taken for the page to write."""
+def test_what_one_run_and_several_have_apart(runs: Path, tmp_path: Path, command: Command) -> None:
+    """Plots are of one run; a list is of several; a second run is not the page to write."""
     half, other = runs / "half", runs / "two-four"
-    for given in ([half, other], (half,)):
-        with pytest.raises(
-            InvalidSetting, match=rf"got {len(given)}\. Report each, or compare the folders: sparsellm\.compare\("
-        ):
-            sparsellm.report(given)
-    with pytest.raises(InvalidSetting, match=r"`output` must name an HTML file, got the folder .*use compare"):
-        sparsellm.report(half, other)
-    with pytest.raises(InvalidSetting, match=r"A comparison is of a list of folders, got .*half\. Pass them"):
-        sparsellm.compare(half)
-    done = command("report", half, other)
+    with pytest.raises(InvalidSetting, match="A comparison has no plots for `figures`"):
+        sparsellm.report([half, other], figures=tmp_path / "figures")
+    done = command("report", half, other, "--figures", tmp_path / "figures", "--output", tmp_path / "page.html")
     assert done.exit_code == 1
-    assert done.stderr == f"error: A report is of one run or sweep, got 2. To compare them: sparsellm compare {half} {other}\n"
+    assert done.stderr == "error: A comparison has no plots for --figures. Leave it out, or report one run at a time.\n"
+    assert list(tmp_path.iterdir()) == []
+    for given in ([half], (half,), []):
+        with pytest.raises(InvalidSetting, match=rf"two folders or more, got {len(given)}\. Pass one alone for its page"):
+            sparsellm.report(given)
+    with pytest.raises(InvalidSetting, match=r"`output` must name an HTML file, got the folder .*; `runs` takes all folders"):
+        sparsellm.report(half, other)
     done = command("report", half, "--output", other)
     assert done.exit_code == 1
-    assert "--output must name an HTML file" in done.stderr
+    assert done.stderr.endswith("Name a file to write; RUN takes all folders to compare.\n")
+    result = sparsellm.prune("demo:opt", "magnitude", "50%")
+    with pytest.raises(InvalidSetting, match="got Result"):
+        sparsellm.report([half, result])  # type: ignore[call-overload]
+
+
+def test_the_values_of_one_as_json(runs: Path, sweep_folder: Path, tmp_path: Path, command: Command) -> None:
+    """Those that its files hold, without a page unless one is named; a damaged report is refused."""
+    before = set(runs.iterdir()) | set(sweep_folder.parent.iterdir())
+    printed = json.loads(command("report", runs / "half", "--json").stdout)
+    assert printed == json.loads((runs / "half" / "sparsellm.json").read_text(encoding="utf-8"))
+    printed = json.loads(command("report", sweep_folder, "--json").stdout)
+    assert printed == json.loads((sweep_folder / "results.json").read_text(encoding="utf-8"))
+    assert set(runs.iterdir()) | set(sweep_folder.parent.iterdir()) == before
+    named = command("report", runs / "half", "--json", "--output", tmp_path / "page.html")
+    assert json.loads(named.stdout)["recipe"]["sparsity"] == "50%"
+    assert (tmp_path / "page.html").is_file()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "sparsellm.json").write_text("{}", encoding="utf-8")
+    refused = command("report", tmp_path / "damaged", "--json")
+    assert refused.exit_code == 1
+    assert "is damaged" in refused.stderr
 
 
 def test_models_of_one_name_and_other_sizes_differ(runs: Path, tmp_path: Path) -> None:

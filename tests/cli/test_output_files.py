@@ -18,7 +18,7 @@ Command = Callable[..., Result]
 
 WRITERS: dict[str, tuple[str, ...]] = {
     "report": ("report", "{run}", "--output", "{file}"),
-    "compare": ("compare", "{run}", "{other}", "--output", "{file}"),
+    "comparison": ("report", "{run}", "{other}", "--output", "{file}"),
     "bench": ("bench", "{packed}", "--tokens", "1", "--batch", "1", "--threads", "1", "--output", "{file}"),
 }
 """Lines that write a page."""
@@ -126,9 +126,9 @@ def test_from_python(made: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputExists, match="overwrite=True"):
         sparsellm.report(made / "run", mine)
     with pytest.raises(OutputExists, match="overwrite=True"):
-        sparsellm.compare([made / "run", made / "other"], mine)
+        sparsellm.report([made / "run", made / "other"], mine)
     sparsellm.report(made / "run", mine, overwrite=True)
-    sparsellm.compare([made / "run", made / "other"], mine)  # a page by now
+    sparsellm.report([made / "run", made / "other"], mine)  # a page by now
     with pytest.raises(InvalidSetting, match="got the folder"):
         sparsellm.report(made / "run", tmp_path)
 

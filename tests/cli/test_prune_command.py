@@ -201,7 +201,7 @@ def test_recipes_leave_out_what_is_at_its_default(
     ]
     of_recovery = {name: value for name, value in fields.items() if name not in ("method", "sparsity")}
     assert blocks == [[fields], [of_recovery | {"pruned": "out", "steps": 1}, fields]]
-    sparsellm.compare([tmp_path / "out", tmp_path / "more"], tmp_path / "page.html")
+    sparsellm.report([tmp_path / "out", tmp_path / "more"], tmp_path / "page.html")
     assert "null" not in (tmp_path / "page.html").read_text(encoding="utf-8")
     default = sparsellm.Recipe(model="demo:opt", method="magnitude")
     assert yaml.safe_load(default.to_yaml()) == {"model": "demo:opt", "method": "magnitude", "sparsity": "50%"}

@@ -60,7 +60,7 @@ def test_a_user_without_a_home(tiny: dict[str, Path], text_file: Path, tmp_path:
         ("inspect", "MODEL", "--against", "~nosuchuser/model"),
         ("verify", "~nosuchuser/out"),
         ("report", "~nosuchuser/out"),
-        ("compare", "~nosuchuser/out"),
+        ("report", "~nosuchuser/out", "OUT"),
         ("pack", "MODEL", "~nosuchuser/packed"),
         ("unpack", "~nosuchuser/packed", "out"),
         ("export", "~nosuchuser/out", "exported"),

@@ -75,7 +75,7 @@ CASES = [
     (("verify", "exists"), "was not written by sparsellm"),
     (("push", "exists", "me/model"), "was not written by sparsellm"),
     (("report", "nowhere"), "nowhere does not exist"),
-    (("compare", "nowhere", "exists"), "nowhere does not exist"),
+    (("report", "nowhere", "exists"), "nowhere does not exist"),
     (("pack", "./nowhere", "out"), "There is no folder ./nowhere"),
     (("pack", "demo:opt", "exists"), "exists exists"),
     (("unpack", "./nowhere", "out"), "There is no folder ./nowhere"),
@@ -108,7 +108,7 @@ def test_reports_and_verify_need_no_transformers(tiny: dict[str, Path], tmp_path
         sparsellm.prune(tiny["llama"], "magnitude", "60%", values="int8").save_pretrained(tmp_path / name)
     sparsellm.pack(tmp_path / "run", tmp_path / "packed")
     assert run(tmp_path, "report", "run")[0::2] == (0, {"torch"})
-    assert run(tmp_path, "compare", "run", "other", "--output", "page.html")[0::2] == (0, {"torch"})
+    assert run(tmp_path, "report", "run", "other", "--output", "page.html")[0::2] == (0, {"torch"})
     assert run(tmp_path, "verify", "run")[0::2] == (0, {"torch"})
     assert run(tmp_path, "verify", "packed")[0::2] == (0, {"torch"})
     file = tmp_path / "other" / "generation_config.json"

@@ -93,7 +93,7 @@ def test_an_unfinished_output_is_no_model(words: tuple[object, ...], tmp_path: P
         ("bench", out),
         ("verify", out),
         ("report", out),
-        ("compare", out, other),
+        ("report", out, other),
     ):
         refused(command(*line), f"{out} is unfinished. Finish it first: resume the run that writes it.")
     with pytest.raises(BadCheckpoint, match=r"out is unfinished\. Finish it first"):

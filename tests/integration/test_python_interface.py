@@ -330,7 +330,7 @@ def test_what_is_read_and_made_prints_in_a_few_lines(tiny: dict[str, Path], text
     assert str(again).splitlines()[0] in ("model: llama, pruned and recovered", "model: llama, pruned; nothing was recovered")
     by_bits = sparsellm.prune(folder, "sparsegpt", bits=3.0, **settings).save_pretrained(tmp_path / "bits")
     made = [saved, again, sparsellm.load_report(by_bits), result.report.recipe, more.report.recipe, result, more]
-    made += [sparsellm.compare([out, tmp_path / "more"]), sparsellm.plan(folder, "wanda", **settings)]
+    made += [sparsellm.report([out, tmp_path / "more"]), sparsellm.plan(folder, "wanda", **settings)]
     made += [sparsellm.verify(out), sparsellm.evaluate(folder, text_file, sequence_length=32, evaluate_limit=2)]
     for x in made:
         assert max(len(str(x)), len(repr(x))) < 1200, type(x)

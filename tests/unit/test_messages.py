@@ -23,9 +23,9 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
-KEYWORDS = {"against", "record", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
-KEYWORDS |= {"allow_dense", "max_perplexity_increase", "max_size", "min_accuracy", "pack", "positive_zeros"}
-KEYWORDS |= {"from", "stages", "step", "threads", "to", "tokens", "values"}
+KEYWORDS = {"against", "record", "changes", "output", "overwrite", "private", "restart", "resume", "runs", "smoke", "text"}
+KEYWORDS |= {"allow_dense", "figures", "max_perplexity_increase", "max_size", "min_accuracy", "pack", "positive_zeros"}
+KEYWORDS |= {"from", "stages", "step", "threads", "to", "tokenizer", "tokens", "values"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
 OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "metadata", "digests", "files", "messages", "role", "content"}

@@ -15,7 +15,7 @@ from sparsellm.cli.evaluate import demo, evaluate, inspect, push, verify
 from sparsellm.cli.info import info
 from sparsellm.cli.pack import export, pack, unpack
 from sparsellm.cli.prune import plan, prune, recover
-from sparsellm.cli.sweep import bench, compare, report, search, sweep
+from sparsellm.cli.sweep import bench, report, search, sweep
 
 app = typer.Typer(
     name="sparsellm",
@@ -40,12 +40,11 @@ def root(
     context.obj = debug
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify)
+COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, plan, search, sweep, report, evaluate, inspect, verify)
 COMMANDS += (pack, unpack, export, bench, push, info, demo)
 
 for command in COMMANDS:
-    # `report` refuses further runs itself, with the command that compares them.
-    app.command(cls=options.Command, context_settings={"allow_extra_args": command is report})(command)
+    app.command(cls=options.Command)(command)
 
 
 def main() -> None:

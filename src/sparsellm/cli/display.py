@@ -12,6 +12,7 @@ from rich.console import Console
 from sparsellm.cli.console import print_line, show, table
 from sparsellm.errors import MAX_MESSAGE, plural, printable
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
+from sparsellm.reports.compare import Comparison
 from sparsellm.reports.measures import capitalized, figure_of
 from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus
@@ -221,6 +222,15 @@ def _integers(layer: LayerZeros) -> list[str]:
         return ["-", "-", "-"]
     group = f"{layer.group_size} columns" if layer.group_size else "row"
     return [f"int{layer.bits}", group, f"{layer.bits_per_weight:.3f}"]
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print the tables of a comparison, and what limits it."""
+    for title, made in comparison.tables().items():
+        show(console, table(*made, title))
+        print_line(console, "")
+    for note in comparison.notes:
+        print_line(console, note)
 
 
 def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None:

@@ -297,15 +297,15 @@ PositiveZeros = Annotated[
 OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
 OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
 
-Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
-Page = Annotated[str | None, _output("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
-Figures = Annotated[str | None, _output(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]
+_REPORTED = "Folders of pruned models or of sweeps; several, of one dense model, are compared."
+Reported = Annotated[list[str], typer.Argument(metavar="RUN", help=_REPORTED)]
+_PAGE_DEFAULT = "RUN.html, beside RUN; none for several or for --json alone"
+Page = Annotated[str | None, _output("--output", help="HTML file to write.", show_default=_PAGE_DEFAULT)]
+_FIGURES = "Also write each plot of a run's page to this folder, as SVG and PNG."
+Figures = Annotated[str | None, _output(metavar="DIR", help=_FIGURES)]
 
 OverwriteFiles = Annotated[bool, _output("--overwrite", help="Replace files that sparsellm did not write.")]
 
-ComparedRuns = Annotated[
-    list[str], typer.Argument(metavar="RUN", help="Folders of pruned models or of sweeps, of one dense model.")
-]
 Packed = Annotated[str, typer.Argument(metavar="PACKED", help="Folder of a packed model, as written by `pack`.")]
 DenseForm = Annotated[
     str | None,
@@ -320,4 +320,3 @@ SpeedPage = Annotated[str | None, _output(help="HTML file to write, with the tab
 RecordSpeed = Annotated[
     bool, typer.Option("--record", help="Write the speeds into PACKED's report and model card, in place of earlier ones.")
 ]
-ComparisonPage = Annotated[str | None, _output("--output", help="HTML file to write.")]

@@ -1,4 +1,4 @@
-"""`sweep`, `search`, `report`, `compare` and `bench`: the commands that compare, and that write pages."""
+"""`sweep`, `search`, `report` and `bench`: the commands that compare, and that write pages."""
 
 from __future__ import annotations
 
@@ -190,68 +190,60 @@ def search(
 
 def report(
     context: typer.Context,
-    run: options.Reported,
+    runs: options.Reported,
     *,
     output: options.Page = None,
     figures: options.Figures = None,
     overwrite: options.OverwriteFiles = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Write a report of a run or a sweep as one HTML file.
+    """Write the page of a run or a sweep, or compare several.
 
-    It holds text, tables and plots, and needs no network.
+    The page is one HTML file with text, tables and plots, and needs no network. Of several, lists perplexity, accuracy, zeros,
+    size, and the layers whose errors differ most. --json prints all values.
 
     Example: sparsellm report opt-70
     """
     with report_errors(context):
-        from sparsellm.errors import InvalidSetting
         from sparsellm.runs.early_checks import check_results
 
-        check_results(run)
+        folders = [check_results(run) for run in runs]
 
-        from sparsellm.reports.commands import compare_command
+        from sparsellm.cli.display import print_comparison
         from sparsellm.reports.interface import report as write_report
 
-        if context.args:
-            command = compare_command([run, *context.args])
-            raise InvalidSetting(f"A report is of one run or sweep, got {1 + len(context.args)}. To compare them: {command}")
-        print_line(stdout, f"Wrote {write_report(run, output, figures=figures, overwrite=overwrite)}.")
+        if len(runs) > 1:
+            comparison = write_report(runs, output, figures=figures, overwrite=overwrite)
+            if as_json:
+                print_json(comparison.to_dict())
+                return
+            print_comparison(stdout, comparison)
+            if output:
+                print_line(stdout, f"Wrote {output}.")
+            return
+        if output or figures or not as_json:
+            page = write_report(runs[0], output, figures=figures, overwrite=overwrite)
+        if as_json:
+            print_json(_saved(folders[0]))
+            return
+        print_line(stdout, f"Wrote {page}.")
         if figures:
             print_line(stdout, f"Wrote its plots to {figures}, each as SVG and PNG.")
 
 
-def compare(
-    context: typer.Context,
-    runs: options.ComparedRuns,
-    *,
-    output: options.ComparisonPage = None,
-    overwrite: options.OverwriteFiles = False,
-    as_json: options.Json = False,
-) -> None:
-    """Compare pruned models and sweeps of one model.
+def _saved(folder: Path) -> dict[str, Any]:
+    """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
+    from sparsellm.errors import BadCheckpoint
+    from sparsellm.reports.comparison import table, to_json
+    from sparsellm.reports.sweep_runner import read_outcomes, saved_sweep
+    from sparsellm.runs.output_folder import is_sweep
+    from sparsellm.runs.records import REPORT, SavedReport, read_record
 
-    Lists perplexity, accuracy, zeros, size, and the layers whose errors differ most.
-
-    Example: sparsellm compare opt-70 opt-70-recovered
-    """
-    with report_errors(context):
-        from sparsellm.runs.early_checks import check_results
-
-        for run in runs:
-            check_results(run)
-
-        from sparsellm.reports.interface import compare as compare_runs
-
-        comparison = compare_runs(runs, output, overwrite=overwrite)
-        if as_json:
-            print_json(comparison.to_dict())
-            return
-        for title, made in comparison.tables().items():
-            show(stdout, text_table(*made, title=title))
-            print_line(stdout, "")
-        for note in comparison.notes:
-            print_line(stdout, note)
-        if output:
-            print_line(stdout, f"Wrote {output}.")
+    if not is_sweep(folder):
+        return read_record(folder / REPORT, SavedReport, "report of a run", refusal=BadCheckpoint)[1]
+    cells = saved_sweep(folder)
+    outcomes = read_outcomes(cells, folder)
+    return to_json(cells, table(cells, outcomes), outcomes)
 
 
 def bench(

@@ -69,9 +69,9 @@ def sweep_command(file: str, output: str, *, smoke: bool) -> str:
     return shlex.join(["sparsellm", "sweep", file, output, *(["--smoke"] if smoke else [])])
 
 
-def compare_command(runs: Sequence[str]) -> str:
+def report_command(runs: Sequence[str]) -> str:
     """The command line that compares runs."""
-    return shlex.join(["sparsellm", "compare", *runs])
+    return shlex.join(["sparsellm", "report", *runs])
 
 
 def bench_command(

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.reports.measures import Figure, capitalized, figure_of, measures, short_names
@@ -204,18 +204,21 @@ def read_comparison(folders: Sequence[str | Path]) -> Comparison:
     """Read the reports of outputs and sweeps.
 
     Args:
-        folders: Folders that `prune`, `recover` or `sweep` wrote, together with at least two finished runs.
+        folders: Two or more that `prune`, `recover` or `sweep` wrote, together with at least two finished runs.
 
     Raises:
-        InvalidSetting: A folder holds neither, fewer than two runs are finished, or the runs are of different models.
+        InvalidSetting: Fewer than two folders, a folder holds neither, fewer than two runs are finished, or the runs are of
+            different models.
         BadCheckpoint: A report is damaged.
     """
+    if len(folders) < 2:
+        raise InvalidSetting(f"A comparison is of two folders or more, got {len(folders)}. Pass one alone for its page.")
     if twice := next((folder for number, folder in enumerate(folders) if folder in folders[:number]), None):
         raise InvalidSetting(f"{twice} is named twice. Name every folder once.")
     names, open_cells = short_names([str(folder) for folder in folders]), list[str]()
     runs = [run for folder in folders for run in _read(check_results(folder), names[str(folder)], open_cells)]
     if len(runs) < 2:
-        raise InvalidSetting(f"There is nothing to compare: {len(runs)} finished run. Name two folders, or a sweep.")
+        raise InvalidSetting(f"There is nothing to compare: {plural(len(runs), 'finished run')}. Name another folder.")
     models = {(run.model, run.report.totals.parameters): run for run in runs}
     if len(models) > 1:
         (first, _), (other, _) = list(models)[:2]

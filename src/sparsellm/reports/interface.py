@@ -1,4 +1,4 @@
-"""`sweep`, `search`, `report`, `compare` and `bench` in Python."""
+"""`sweep`, `search`, `report` and `bench` in Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
@@ -36,6 +36,8 @@ from sparsellm.runs.settings import PruneSettings, recipe_keywords
 from sparsellm.runs.speed import measure_bench
 from sparsellm.runs.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
+
+Folder = TypeVar("Folder", bound=str | Path)
 
 
 class Outcomes(Summarized, list[Outcome]):
@@ -166,37 +168,63 @@ def search(
         return search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observer)
 
 
+@overload
 def report(
-    run: str | Path | Result | Outcomes,
+    runs: str | Path | Result | Outcomes,
     output: str | Path | None = None,
     *,
     figures: str | Path | None = None,
     overwrite: bool = False,
-) -> Path:
-    """Write a report of a run or a sweep: one HTML file with text, tables and plots, readable without network.
+) -> Path: ...
+
+
+@overload
+def report(
+    runs: list[Folder] | tuple[Folder, ...],
+    output: str | Path | None = None,
+    *,
+    figures: str | Path | None = None,
+    overwrite: bool = False,
+) -> Comparison: ...
+
+
+def report(
+    runs: str | Path | Result | Outcomes | list[Folder] | tuple[Folder, ...],
+    output: str | Path | None = None,
+    *,
+    figures: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path | Comparison:
+    """Write the page of a run or a sweep, or compare several of one model.
+
+    The page is one HTML file with text, tables and plots, readable without network. A comparison has perplexity, accuracy,
+    zeros, size, and errors by layer.
 
     Args:
-        run: Folder of a pruned model or of a sweep; or what `prune`, `recover` or `sweep` returned.
-        output: HTML file to write. Default: the folder's name with .html, beside the folder; for the result of a run, the
-            model's name with -pruned.html, in the current folder.
-        figures: Folder to write each plot to as well, as SVG and PNG.
+        runs: Folder of a pruned model or of a sweep, or what `prune`, `recover` or `sweep` returned; or a list of folders.
+        output: HTML file to write. Default for one folder: its name with .html, beside it; for the result of a run, the model's
+            name with -pruned.html, in the current folder; for a list of folders none.
+        figures: Folder to write each plot of one run or sweep to as well, as SVG and PNG.
         overwrite: Replace files that sparsellm did not write. Its own pages and plots are always replaced.
 
     Returns:
-        The HTML file.
+        The HTML file; of several runs the comparison, whose `tables()` has the tables by title, and `to_dict()` all values.
 
     Raises:
-        InvalidSetting: The folder is the output of neither a run nor a sweep, several runs are given, or a file to write is a
-            folder or inside an output.
+        InvalidSetting: A folder is the output of neither a run nor a sweep, runs that are compared are of different models or
+            fewer than two, or a file to write is a folder or inside an output.
         OutputExists: A file exists that sparsellm did not write.
         MissingPackage: matplotlib is not installed.
     """
-    run = run.folder if isinstance(run, Outcomes) else run
-    if isinstance(run, (list, tuple)):
-        raise InvalidSetting(
-            f"A report is of one run or sweep, got {len(run)}. Report each, or compare the folders: sparsellm.compare([...])."
-        )
-    _check_page(output, overwrite=overwrite)
+    _check_page(output, overwrite=overwrite, otherwise="; `runs` takes all folders to compare")
+    if isinstance(runs, (list, tuple)) and not isinstance(runs, Outcomes):
+        if figures:
+            raise InvalidSetting("A comparison has no plots for `figures`. Leave it out, or report one run at a time.")
+        comparison = read_comparison(runs)
+        if output:
+            write_files({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
+        return comparison
+    run = runs.folder if isinstance(runs, Outcomes) else runs
     if not isinstance(run, Result):
         check_results(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
@@ -205,31 +233,6 @@ def report(
     page, plots = report_page(run)
     write_files({file: page.encode()} | (figure_files(plots, figures) if figures else {}), overwrite=overwrite)
     return file
-
-
-def compare(runs: Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False) -> Comparison:
-    """Compare outputs and sweeps of one model: perplexity, accuracy, zeros, size, and errors by layer.
-
-    Args:
-        runs: Folders that `prune`, `recover` or `sweep` wrote, together with at least two finished runs.
-        output: HTML file to write the tables to.
-        overwrite: Replace a file that sparsellm did not write.
-
-    Returns:
-        The runs; `tables()` has the tables by title, `to_dict()` all values.
-
-    Raises:
-        InvalidSetting: A folder holds neither, fewer than two runs are finished, the runs are of different models, or `output`
-            is a folder or inside an output.
-        OutputExists: `output` exists, and sparsellm did not write it.
-    """
-    if isinstance(runs, (str, Path)):
-        raise InvalidSetting(f"A comparison is of a list of folders, got {runs}. Pass them as sparsellm.compare([...]).")
-    _check_page(output, overwrite=overwrite)
-    comparison = read_comparison(runs)
-    if output:
-        write_files({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
-    return comparison
 
 
 def bench(
@@ -287,11 +290,11 @@ def bench(
     return measured
 
 
-def _check_page(output: str | Path | None, *, overwrite: bool) -> None:
-    """Check that a page can be written, if there is to be one; a folder may be that of a second run."""
+def _check_page(output: str | Path | None, *, overwrite: bool, otherwise: str = "") -> None:
+    """Check that a page can be written, if there is to be one; `otherwise` says what a folder in its place may be meant for."""
     if output is None:
         return
     if not isinstance(output, (str, Path)) or local_path(output).is_dir():
         got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
-        raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write; for several runs use compare.")
+        raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write{otherwise}.")
     check_files([local_path(output)], overwrite=overwrite)

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, plural
-from sparsellm.reports.commands import compare_command, exclude_options, run_command, setting_name, sweep_command, sweep_yaml
+from sparsellm.reports.commands import exclude_options, report_command, run_command, setting_name, sweep_command, sweep_yaml
 from sparsellm.reports.compare import Comparison
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
@@ -77,7 +77,7 @@ def comparison_page(comparison: Comparison) -> str:
                 "plots": [],
                 "samples": {run.name: run.report.samples for run in comparison.runs if run.report.samples},
                 "layers": [],
-                "command": compare_command(comparison.folders),
+                "command": report_command(comparison.folders),
                 "inputs": [],
                 "file": "recipes.yaml",
                 "settings": yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
