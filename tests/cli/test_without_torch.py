@@ -102,7 +102,7 @@ def test_a_wrong_input_is_told_without_torch(
 
 
 @pytest.mark.long
-def test_reports_and_verify_need_no_transformers(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_commands_that_read_reports_need_no_transformers(tiny: dict[str, Path], tmp_path: Path) -> None:
     """A report has all figures; digests and layers that are tensors of their own are in the files, packed or not."""
     for name in ("run", "other"):
         sparsellm.prune(tiny["llama"], "magnitude", "60%", values="int8").save_pretrained(tmp_path / name)
@@ -111,11 +111,26 @@ def test_reports_and_verify_need_no_transformers(tiny: dict[str, Path], tmp_path
     assert run(tmp_path, "report", "run", "other", "--output", "page.html")[0::2] == (0, {"torch"})
     assert run(tmp_path, "verify", "run")[0::2] == (0, {"torch"})
     assert run(tmp_path, "verify", "packed")[0::2] == (0, {"torch"})
+    assert run(tmp_path, "inspect", "packed")[0::2] == (0, {"torch"})
     file = tmp_path / "other" / "generation_config.json"
     file.write_text(file.read_text() + " ")
     status, message, loaded = run(tmp_path, "verify", "other")
     assert (status, loaded) == (1, {"torch"})
     assert "generation_config.json was changed" in message
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_inspect_needs_no_transformers(family: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    """Of an output whose layers are tensors of their own, some of them left dense."""
+    sparsellm.prune(tiny[family], "magnitude", "2:4", exclude="*k_proj").save_pretrained(tmp_path / "run")
+    assert run(tmp_path, "inspect", "run", "--expect", "2:4")[0::2] == (0, {"torch"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_inspect_of_a_bundled_model_that_was_pruned_needs_no_transformers(family: str, tmp_path: Path) -> None:
+    sparsellm.prune(f"demo:{family}", "magnitude", "60%").save_pretrained(tmp_path / "run")
+    assert run(tmp_path, "inspect", "run", "--expect", "60%")[0::2] == (0, {"torch"})
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "mixtral"])

@@ -16,26 +16,23 @@ from torch import nn
 from sparsellm.checkpoints.block_loader import DiskWeights, locate_tensors
 from sparsellm.checkpoints.configuration import (
     auto_model,
-    check_kind,
     check_tensors,
     empty_model,
     read_configuration,
-    read_fields,
     silence_transformers,
 )
 from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
 from sparsellm.checkpoints.documents import Documents, documents_of, folder_for_transformers
-from sparsellm.checkpoints.exported_files import is_exported
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
-from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
-from sparsellm.checkpoints.opening import open_folder
-from sparsellm.checkpoints.packed_files import METHOD, is_packed
+from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name
+from sparsellm.checkpoints.opening import open_files, open_folder
+from sparsellm.checkpoints.packed_files import METHOD
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.checkpoints.unmapped import read_unmapped
 from sparsellm.data.paths import local_path
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
+from sparsellm.errors import BadCheckpoint, InvalidSetting, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
 from sparsellm.runtime.devices import raise_unless_damaged
@@ -254,25 +251,12 @@ def open_checkpoint(
         Unreachable: The hub cannot be reached.
         UnsupportedModel: The model cannot be pruned.
     """
-    folder = open_folder(name, revision, trusted)
-    fields = read_fields(name, folder)
-    if (found_packed := is_packed(name, fields)) and not packed:
-        raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
-    exported = packed and is_exported(fields)
-    if found_packed or exported:
-        del fields["quantization_config"]
-    check_kind(name, fields, trusted)
-    files = check_files(name, folder)
-    stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
-    try:
-        headers = read_all_headers(files)
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{name}: {error}") from None
-    check_dtypes(name, headers, packed=found_packed or exported)
+    opened = open_files(name, open_folder(name, revision, trusted), trusted=trusted, packed=packed)
+    folder, fields, files, headers = opened.folder, opened.fields, opened.files, opened.headers
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
     vars(config).pop("quantization_config", None)  # of a packed checkpoint
     check_fields(name, fields, config)
-    checkpoint = Checkpoint(name, folder, config, stamps, trusted, architecture, found_packed, exported)
+    checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, architecture, opened.packed, opened.exported)
     skeleton = checkpoint.skeleton()
     check_tensors(name, skeleton, files=files, headers=headers)
     check_doubles(name, files)

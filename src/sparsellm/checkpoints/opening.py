@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sparsellm.checkpoints.documents import ADAPTER
-from sparsellm.checkpoints.files import DEMO, check_within, find_checkpoint
+from sparsellm.checkpoints.configuration import check_kind, read_fields
+from sparsellm.checkpoints.documents import ADAPTER, documents_of
+from sparsellm.checkpoints.exported_files import is_exported
+from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint
+from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, read_all_headers
+from sparsellm.checkpoints.packed_files import is_packed
 from sparsellm.checkpoints.remarks import remark
+from sparsellm.checkpoints.stamps import Stamps
+from sparsellm.errors import BadCheckpoint, UnsupportedModel
+
+
+@dataclass(frozen=True)
+class OpenedFiles:
+    """The files of a checkpoint, checked as far as can be without the class of its model.
+
+    Attributes:
+        fields: The fields of config.json, without those on how the weights are packed or exported.
+        files: The weight files.
+        stamps: The files as they were when they were opened.
+        headers: The headers of the tensors in all weight files, by name.
+        packed: Whether the weights are packed.
+        exported: Whether they are integers of compressed-tensors.
+    """
+
+    folder: Path
+    fields: dict[str, Any]
+    files: list[Path]
+    stamps: Stamps
+    headers: Mapping[str, TensorHeader]
+    packed: bool
+    exported: bool
 
 
 def open_folder(name: str, revision: str | None = None, with_code: bool = False) -> Path:
@@ -25,6 +56,36 @@ def open_folder(name: str, revision: str | None = None, with_code: bool = False)
         check_within(name, folder)
     _tell_adapter(name, folder)
     return folder
+
+
+def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool = False) -> OpenedFiles:
+    """Check the files of a checkpoint's folder. The weights are not read, and transformers is not needed.
+
+    Args:
+        name: Its name as the user wrote it.
+        folder: The folder, as `open_folder` returns it.
+        trusted: Whether the checkpoint's own code may run.
+        packed: Whether it may be packed or exported.
+
+    Raises:
+        BadCheckpoint: A file is missing or damaged.
+        UnsupportedModel: The model cannot be pruned.
+    """
+    fields = read_fields(name, folder)
+    if (found_packed := is_packed(name, fields)) and not packed:
+        raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
+    exported = packed and is_exported(fields)
+    if found_packed or exported:
+        del fields["quantization_config"]
+    check_kind(name, fields, trusted)
+    files = check_files(name, folder)
+    stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
+    try:
+        headers = read_all_headers(files)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{name}: {error}") from None
+    check_dtypes(name, headers, packed=found_packed or exported)
+    return OpenedFiles(folder, fields, files, stamps, headers, found_packed, exported)
 
 
 def _tell_adapter(name: str, folder: Path) -> None:

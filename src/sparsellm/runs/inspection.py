@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,15 @@ from pydantic import TypeAdapter, computed_field
 from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Comparison, Tensors, compare, layers_by_parameter
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import StoredPattern
 from sparsellm.methods.rounding import IntegerValues
-from sparsellm.models.blocks import Block
 from sparsellm.runs.loading import open_source
 from sparsellm.runs.quantization_file import quantized_tensors
 from sparsellm.runs.records import REPORT, load_report
+from sparsellm.runs.stored_layers import stored_layers
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 
@@ -161,13 +163,12 @@ def inspect(
         InvalidSetting: The pattern or the architecture is invalid.
         BadCheckpoint: A checkpoint or its report cannot be read.
     """
-    source = open_source(model, architecture, trusted=trust_remote_code, packed=True)
+    named = isinstance(model, (str, Path)) and against is None and architecture is None and not trust_remote_code
+    listed = _listed_by_files(str(model)) if named else None
+    listed = listed or _listed_by_class(open_source(model, architecture, trusted=trust_remote_code, packed=True))
     pattern = expect if expect is None or isinstance(expect, Pattern) else parse_pattern(str(expect))
-    skeleton = source.skeleton()
-    tensors = Tensors(source.folder, skeleton)
-    planned = planned_patterns(source.folder)
-    layers_of = layers_by_parameter(skeleton, planned or ())
-    all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
+    tensors, layers_of, planned = listed.tensors, listed.layers, listed.planned
+    all_layers = [name for pairs in layers_of.values() for name, _ in pairs]
     allocated = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
@@ -181,8 +182,8 @@ def inspect(
         counted.add(tensors.one_name(key))
         parameters += tensor.numel()
         zeros += count_zeros(tensor)
-        for block, name in layers_of.get(key, ()):
-            layers.append(_layer_zeros(block, name, tensor, required=required, values=values.get(key)))
+        for name, view in layers_of.get(key, ()):
+            layers.append(_layer_zeros(name, view(tensor), required.get(name), values=values.get(key)))
     checked = [layer for layer in layers if layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes, other = Comparison(), None
@@ -190,7 +191,7 @@ def inspect(
         other = open_source(against, architecture, trusted=trust_remote_code, packed=True)
         changes = compare(tensors, Tensors(other.folder, other.skeleton()))
     return Inspection(
-        model=source.name,
+        model=listed.model,
         layers=tuple(layers),
         parameters=parameters,
         zeros=zeros,
@@ -200,9 +201,42 @@ def inspect(
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
         total_holds=pattern is None or not allocated or removed >= pattern.count_removed(weights) - len(checked),
-        packed=_packed_sizes(source.folder),
+        packed=_packed_sizes(listed.folder),
         **vars(changes),
     )
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The tensors of a model, and the linear layers in each: the name of a layer, and what takes its weight from the tensor."""
+
+    model: str
+    folder: Path | None
+    tensors: Tensors
+    layers: Mapping[str, Sequence[tuple[str, Callable[[Tensor], Tensor]]]]
+    planned: dict[str, Pattern] | None
+
+
+def _listed_by_class(source: Checkpoint | InMemoryModel) -> _Listed:
+    """List the layers that the model's class has."""
+    skeleton, planned = source.skeleton(), planned_patterns(source.folder)
+    tensors = Tensors(source.folder, skeleton)
+    layers = {
+        key: [(block.full_name(name), partial(block.linear_view, name)) for block, name in pairs]
+        for key, pairs in layers_by_parameter(skeleton, planned or ()).items()
+    }
+    return _Listed(source.name, source.folder, tensors, layers, planned)
+
+
+def _listed_by_files(name: str) -> _Listed | None:
+    """List the same of an output without its class; None where that cannot be sure."""
+    if (found := stored_layers(name)) is None:
+        return None
+    folder, stored = found
+    layers: dict[str, list[tuple[str, Callable[[Tensor], Tensor]]]] = {
+        key: [(layer, lambda weight: weight)] for key, layer in stored.items()
+    }
+    return _Listed(name, folder, Tensors(folder, None), layers, planned_patterns(folder))
 
 
 def _packed_sizes(folder: Path | None) -> str:
@@ -213,15 +247,12 @@ def _packed_sizes(folder: Path | None) -> str:
     return packing.describe() if packing else ""
 
 
-def _layer_zeros(
-    block: Block, name: str, parameter: Tensor, *, required: Mapping[str, Pattern], values: IntegerValues | None
-) -> LayerZeros:
+def _layer_zeros(name: str, weight: Tensor, pattern: Pattern | None, *, values: IntegerValues | None) -> LayerZeros:
     """Count the zeros of a layer and the bits of its integers, if any, and check the pattern that is required of it, if any."""
-    weight, pattern = block.linear_view(name, parameter), required.get(block.full_name(name))
     holds = None if pattern is None else pattern.holds(weight)
     integers = {} if values is None else {**vars(values), "bits_per_weight": values.bits_per_weight(weight)}
     shape = weight.shape[0], weight.shape[1]
-    return LayerZeros(block.full_name(name), shape, count_zeros(weight), pattern, holds, **integers)
+    return LayerZeros(name, shape, count_zeros(weight), pattern, holds, **integers)
 
 
 def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:
