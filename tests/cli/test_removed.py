@@ -37,6 +37,18 @@ def test_an_option_names_its_replacement(tmp_path: Path, command: Command) -> No
     assert "Did you mean" not in done.stderr
 
 
+@pytest.mark.parametrize("name", ["methods", "doctor", "compare"])
+def test_a_command_names_its_replacement(name: str, command: Command) -> None:
+    done = command(name, "out")
+    assert done.exit_code == 2
+    assert f"No such command '{name}'. {REMOVED[name]}" in " ".join(done.stderr.split())
+
+
+def test_a_function_names_its_replacement() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'compare'. The command sparsellm report A B compares"):
+        _ = sparsellm.compare
+
+
 def test_a_setting_names_its_replacement(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(f"model: demo:opt\n{FIELD}: 60%:95%\n", encoding="utf-8")
     for fields, file in (({"model": "demo:opt", FIELD: "60%:95%"}, None), ({}, tmp_path / "recipe.yaml")):

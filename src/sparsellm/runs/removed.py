@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED: dict[str, str] = {
+    "methods": "The command sparsellm info lists the methods.",
+    "doctor": "The command sparsellm info shows what this machine has and which choices were measured on it.",
+    "compare": "The command sparsellm report A B compares runs and sweeps, as sparsellm.report([A, B]) does in Python.",
     "allocation_bounds": "A rule of `allocation` has no bounds any more: a YAML file gives layers their sparsities one by one.",
 }
 """By name, a sentence on what replaces a setting, command or function. An entry stays for one release."""
