@@ -173,7 +173,7 @@ def test_the_demo_has_a_time_left_in_its_last_run(command: Command, monkeypatch:
     monkeypatch.setattr("sparsellm.runs.demonstration.METHODS", methods)
     ran = command("demo", "--progress", "json")
     assert ran.exit_code == 0, ran.stderr
-    assert check(ran.stderr) == ["loading", "pruning"] * 2
+    assert check(ran.stderr) == ["loading", "pruning", "measuring"] * 2
     shown = list(states(ran.stderr))
     assert {fields["name"] for fields in shown if "name" in fields} == {"dense", "wanda", "magnitude"}
     assert {fields["run"] for fields in shown if fields["seconds_left"]} == {3}

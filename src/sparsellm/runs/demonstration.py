@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,8 +21,10 @@ from sparsellm.runs.events import (
     MEASURING,
     PRUNING,
     WRITING,
+    Event,
     NextRun,
     Observer,
+    Schedule,
     Stage,
     advance_by,
 )
@@ -86,7 +89,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     rows = [Row("dense", dense.value, dense.standard_error, 0.0, 0.0)]
     for number, (method, recipe) in enumerate(recipes.items(), 2):
         observe(NextRun(number, 1 + len(recipes), method))
-        result = run(recipe, observe)
+        result = run(recipe, partial(_observe_run, observe))
         observe(Stage(MEASURING))
         pruned = measured(result.model, tests, "demo", progress=progress)
         report = result.report
@@ -97,6 +100,11 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
             observe(Stage(WRITING))
             result.save_pretrained(output)
     return rows
+
+
+def _observe_run(observe: Observer, event: Event) -> None:
+    """Pass on an event of a run, whose model is measured afterwards."""
+    observe(Schedule((*event.stages, MEASURING)) if isinstance(event, Schedule) else event)
 
 
 def measure_packed(output: str | Path) -> Bench:
