@@ -45,7 +45,7 @@ def test_a_command_names_its_replacement(name: str, command: Command) -> None:
 
 
 def test_a_function_names_its_replacement() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'compare'. The command sparsellm report A B compares"):
+    with pytest.raises(AttributeError, match=r"no attribute 'compare'\. The command sparsellm report A B compares"):
         _ = sparsellm.compare
 
 
