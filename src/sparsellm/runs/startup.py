@@ -12,8 +12,10 @@ import torch
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
+from sparsellm.models.sparse_matmul import NAME as OF_ZEROS
 from sparsellm.models.sparse_matmul import max_density
 from sparsellm.pruning.journal import OF_RECIPE, Journal, in_words
+from sparsellm.runs.compute_dtype import NAME as OF_COMPUTE_DTYPE
 from sparsellm.runs.compute_dtype import choose_products
 from sparsellm.runs.events import DIGESTING, Note, Observer, Stage, add_note
 from sparsellm.runs.fingerprint import fingerprint
@@ -26,7 +28,7 @@ from sparsellm.runs.report import Report
 from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import alternatives, collectives
 from sparsellm.runtime.devices import multiplies_bfloat16
-from sparsellm.runtime.products import bf16_matmul_speedup, uses_onednn
+from sparsellm.runtime.products import BFLOAT16_NAME, NAME, bf16_matmul_speedup, uses_onednn
 
 OF_ONE = ("environment.device", f"{OF_RECIPE}device")
 """Settings that may differ between the processes of a run."""
@@ -72,7 +74,7 @@ def start_run(
     placement = replace(placement, products=_agree_on_products(recipe, ready, journal))
     if ready.device.type == "cpu" and recipe.reads_text:
         report.environment |= _agree_on_alternatives(placement.products, journal)
-        for name in alternatives.unsteady():
+        for name in filter(_is_of_runs, alternatives.unsteady()):
             add_note(
                 f"other programs were at work while {name} were measured: the result holds for this run only", report, observer
             )
@@ -133,6 +135,11 @@ def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None
         "zeros are skipped": f"from {100 * (1 - limit):.0f} % zeros on" if limit else "never",
         "products in solvers": "bfloat16" if multiplies_bfloat16(torch.device("cpu")) else "float32",
     }
+
+
+def _is_of_runs(name: str) -> bool:
+    """Whether a comparison of this name decides something in a run, as one of packed products does not."""
+    return name.startswith((NAME, BFLOAT16_NAME, OF_ZEROS, OF_COMPUTE_DTYPE))
 
 
 def _measure_alternatives(products: torch.dtype | None) -> dict[str, float]:
