@@ -26,7 +26,7 @@ MEASURED_DENSITY, MARGIN = 0.25, 1.1
 
 Its time is nearly proportional to that fraction. One thread of an AMD EPYC (Zen 4) takes 1.5 times as long by a dense product
 in float32 at 50 % zeros, 2.4 times at 70 % and 4 to 5 times at 90 %, with AVX2 as with AVX-512 (weights of 768 x 768 to
-3,072 x 768, 2,048 tokens; dev/LOG.md).
+3,072 x 768, 2,048 tokens).
 """
 
 TOKENS, WIDTH = 256, 512
