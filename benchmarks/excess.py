@@ -1,4 +1,4 @@
-"""How much log-perplexity pruning costs, by method, ingredient, amount of calibration text, and text: dev/RESULTS.md.
+"""How much log-perplexity pruning costs, by method, ingredient, amount of calibration text, and text: docs/results.md.
 
     python benchmarks/excess.py measure demo:opt                              # the main table of one model
     python benchmarks/excess.py measure PATH/wt2-llama --calibrate train.txt --test test.txt

@@ -61,7 +61,7 @@ PAGES = (
     "docs/recover.md",
     "docs/few-bits.md",
     "docs/methods/sparsellm.md",
-    "dev/RESULTS.md",
+    "docs/methods/published.md",
     "src/sparsellm/runs/recipe_fields.py",
 )
 PICTURES = ROOT / "docs" / "pictures"
@@ -128,7 +128,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "assisted": assisted.table,
     "several": search.several_table,
     "costs": processes.costs,
-    "excess": excess.tables,
     "efforts": excess.efforts_table,
     "efforts in short": excess.efforts_in_short,
     "efforts in help": excess.efforts_in_help,
@@ -136,14 +135,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "peer gptq": peer_gptq.table,
     "few bits, goals": few_bits.goals,
     "few bits, rounding": few_bits.rounding,
-    "layer costs": layer_costs.table,
     "costs in short": layer_costs.summary_table,
     "layers excluded": layer_costs.excluded_table,
     "masked lora": masked_lora.table,
     "solvers": solvers.tables,
-    "speed": speed_tables.tables,
-    "all patterns": results.perplexity_tables,
-    "seconds": results.seconds_table,
     "epochs": results.epochs_tables,
 }
 """By the name that stands in the pages."""

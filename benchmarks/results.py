@@ -89,23 +89,6 @@ def of_models() -> list[dict[str, Any]]:
     return [data for data in files if "cells" in data and "dense" in data]
 
 
-def perplexity_tables() -> list[str]:
-    """A table for each model: perplexity by method and pattern, the best of each column in bold."""
-    lines: list[str] = []
-    for data in of_models():
-        best = {p: min(data["cells"][f"{m} | {p}"]["perplexity"] for m in METHODS) for p in PATTERNS}
-        rows = []
-        for label in METHODS:
-            cells = {pattern: data["cells"][f"{label} | {pattern}"] for pattern in PATTERNS}
-            values = {p: plus_minus(cell["perplexity"], cell["standard_error"]) for p, cell in cells.items()}
-            rows.append([label, *(f"**{v}**" if cells[p]["perplexity"] == best[p] else v for p, v in values.items())])
-        dense = plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"])
-        windows = f"{data['dense']['windows']} windows of {data['dense']['length']} tokens"
-        head = [f"### {data['model']}, one seed", "", f"Dense: {dense}, over {windows}.", ""]
-        lines += [*head, *markdown_table(["", *PATTERNS], rows), ""]
-    return lines
-
-
 def summary_table(patterns: Sequence[str] = ("50%", "80%")) -> list[str]:
     """Perplexity by method at two patterns, all models side by side."""
     files = of_models()
@@ -116,13 +99,6 @@ def summary_table(patterns: Sequence[str] = ("50%", "80%")) -> list[str]:
         cells = (data["cells"][f"{label} | {pattern}"] for data in files for pattern in patterns)
         rows.append([label, *(plus_minus(cell["perplexity"], cell["standard_error"]) for cell in cells)])
     return markdown_table(head, rows)
-
-
-def seconds_table() -> list[str]:
-    """Seconds of pruning at 70 %, by method and model."""
-    files = of_models()
-    rows = ([m, *(f"{data['cells'][f'{m} | 70%']['seconds']:.1f}" for data in files)] for m in METHODS)
-    return markdown_table(["", *(data["model"] for data in files)], rows)
 
 
 def epochs_tables() -> list[str]:

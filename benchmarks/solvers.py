@@ -1,4 +1,4 @@
-"""Layer error against seconds for every solver, and how far each is from the best mask: dev/RESULTS.md.
+"""Layer error against seconds for every solver, and how far each is from the best mask: docs/results.md.
 
     python benchmarks/solvers.py measure demo:opt demo:llama          # benchmarks/measured/solvers.json
     python benchmarks/solvers.py tables

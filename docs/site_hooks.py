@@ -12,7 +12,7 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-BROUGHT = ("CONTRIBUTING.md", "CHANGELOG.md", "dev/*.md", "recipes/neurips2024/*")
+BROUGHT = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/neurips2024/*")
 """What of the repository outside docs/ is on the site, under the path that it has in the repository."""
 
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
