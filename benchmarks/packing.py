@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsellm.runs.packed_values import VALUES, Values
-from sparsellm.runs.records import load_report
+from sparsellm.runs.report import load_report
 from sparsellm.solvers.quantization import bits_per_weight
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.quantization import QuantizedBitmask

@@ -120,7 +120,7 @@ def kill_at(server: ForkServerContext, words: Sequence[object], output: Path, en
     The process sends the signal to itself: a signal from here may come when a short run has already ended.
     """
     from sparsellm.pruning.journal import JOURNAL
-    from sparsellm.runs.records import WORK
+    from sparsellm.runs.output_folder import WORK
 
     killed_at = (str(output / WORK / JOURNAL), entry)
     process = server.Process(target=run, args=([*map(str, words)], os.devnull, killed_at))

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from sparsellm.runs.packing import pack as pack
     from sparsellm.runs.packing import unpack as unpack
     from sparsellm.runs.recipe import Recipe as Recipe
-    from sparsellm.runs.records import load_report as load_report
     from sparsellm.runs.recovery_recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.runs.report import Report as Report
+    from sparsellm.runs.report import load_report as load_report
     from sparsellm.runs.tracking import Tracked as Tracked
     from sparsellm.runs.verification import verify as verify
     from sparsellm.solvers import LayerSolver as LayerSolver
@@ -114,7 +114,7 @@ _CONTENTS = {
     "fixed_masks": "recovery.fixed_masks",
     "inspect": "runs.inspection",
     "load": "sparse.transformers_quantizer",
-    "load_report": "runs.records",
+    "load_report": "runs.report",
     "pack": "runs.packing",
     "parse_pattern": "solvers.patterns",
     "perplexity": "evaluation.perplexity",

@@ -22,9 +22,10 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import Difference, Parts
 from sparsellm.reports.compare import Comparison, _notes, read_comparison
 from sparsellm.reports.page import comparison_page, verdict
-from sparsellm.runs.records import SavedPair, SavedReport
-from sparsellm.runs.result_records import SavedFigure
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.report import Perplexities, Report
 from sparsellm.runtime.memory import human_bytes
+from tests.made_up import accuracy
 
 Command = Callable[..., Result]
 
@@ -69,15 +70,13 @@ def test_the_table_holds_what_the_reports_say(runs: Path) -> None:
     reports = {name: sparsellm.load_report(runs / name) for name in ("half", "two-four")}
     for name, report in reports.items():
         ((_, pair),) = report.perplexity.items()
-        assert pair.dense
-        assert pair.pruned
         method, sparsity, zeros, perplexity, change, error, size = table[name]
         assert (method, sparsity) == {"half": ("magnitude", "50%"), "two-four": ("wanda", "2:4")}[name]
         assert zeros == f"{100 * report.totals.sparsity_of_model:.1f} %"
-        assert perplexity.startswith(f"{pair.pruned.value:.1f} ± ")
-        assert table["dense"][3].startswith(f"{pair.dense.value:.1f} ± ")
+        assert perplexity.startswith(f"{pair['pruned'].value:.1f} ± ")
+        assert table["dense"][3].startswith(f"{pair['dense'].value:.1f} ± ")
         assert " ± " in change
-        assert float(change.split()[0]) == pytest.approx(100 * (pair.pruned.value / pair.dense.value - 1), abs=0.06)
+        assert float(change.split()[0]) == pytest.approx(100 * (pair["pruned"].value / pair["dense"].value - 1), abs=0.06)
         errors = sorted(layer.error for layer in report.layers)
         assert len(errors) == 15
         assert error == f"{errors[7]:.3g}"
@@ -94,8 +93,8 @@ def test_the_table_holds_what_the_reports_say(runs: Path) -> None:
 def test_a_recovery_has_the_pattern_of_its_layers(runs: Path, name: str, sparsity: str) -> None:
     """Its recipe has no sparsity; 2:4 and 50 % are as many zeros."""
     read = read_comparison([runs / name, runs / "short"])
-    recipe = {key: value for key, value in read.runs[0].report.recipe.items() if key not in ("sparsity", "method")}
-    report = read.runs[0].report.model_copy(update={"recipe": recipe | {"pruned": name}})
+    recipe = RecoveryRecipe(model="opt", pruned=name, calibration="demo")
+    report = replace(read.runs[0].report, recipe=recipe)
     comparison = replace(read, runs=(*read.runs, replace(read.runs[0], name="recovered", report=report)))
     table = cells(comparison, 0)
     assert table["recovered"][:2] == ["recovered", sparsity]
@@ -107,15 +106,15 @@ def made_up(comparison: Comparison, *runs: tuple[float, float]) -> Comparison:
     """The comparison with other losses: by run, how much the loss of every sequence rises, and that of every second one."""
     changed = []
     for run, (by, every_second) in zip(comparison.runs, runs, strict=True):
-        report = run.report.model_copy(deep=True)
-        for pair in report.perplexity.values():
-            for figure, (rise, more) in ((pair.dense, (0.0, 0.0)), (pair.pruned, (by, every_second))):
-                assert figure
+        measured: Perplexities = {}
+        for text, pair in run.report.perplexity.items():
+            for when, (rise, more) in {"dense": (0.0, 0.0), "pruned": (by, every_second)}.items():
+                figure = pair[when]
                 assert figure.parts
                 losses = tuple(number + rise + more * (number % 2) for number in range(len(figure.parts.values)))
-                figure.parts = replace(figure.parts, values=losses)
-                figure.value = math.exp(statistics.fmean(losses))
-        changed.append(replace(run, report=report))
+                changes = {"parts": replace(figure.parts, values=losses), "value": math.exp(statistics.fmean(losses))}
+                measured.setdefault(text, {})[when] = replace(figure, **changes)
+        changed.append(replace(run, report=replace(run.report, perplexity=measured)))
     return replace(comparison, runs=tuple(changed), notes=tuple(_notes(changed, [])))
 
 
@@ -170,10 +169,8 @@ def test_other_sequences_are_not_paired(runs: Path) -> None:
     """Of as many sequences of another text; and a report of an earlier version, without the losses."""
     read = made_up(read_comparison([runs / "half", runs / "two-four"]), (0.1, 0.001), (0.2, 0.002))
     for parts in (Parts("of another text", (0.0, 1.0, 2.0, 3.0)), None):
-        report = read.runs[0].report.model_copy(deep=True)
-        for pair in report.perplexity.values():
-            assert pair.pruned
-            pair.pruned.parts = parts
+        ((text, pair),) = read.runs[0].report.perplexity.items()
+        report = replace(read.runs[0].report, perplexity={text: {**pair, "pruned": replace(pair["pruned"], parts=parts)}})
         other = replace(read, runs=(replace(read.runs[0], report=report), read.runs[1]))
         assert [cells(other, 1)[name] for name in ("half", "two-four")] == [["reference"], ["+10.6 %, error unknown"]]
         assert next(iter(other.runs[0].figures.values())).difference == Difference(pytest.approx(math.expm1(0.1005)), None)
@@ -218,8 +215,7 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, command: Comm
     data = json.loads(command("report", runs / "half", runs / "two-four", "--json").stdout)
     assert [run["name"] for run in data["runs"]] == ["half", "two-four"]
     saved = sparsellm.load_report(runs / "half")
-    pruned = next(iter(saved.perplexity.values())).pruned
-    assert pruned
+    pruned = next(iter(saved.perplexity.values()))["pruned"]
     assert data["runs"][0]["figures"]["perplexity words.txt"]["value"] == pruned.value
     assert data["runs"][0]["bytes"] == (runs / "half" / "model.safetensors").stat().st_size
 
@@ -259,10 +255,10 @@ def test_metrics_that_are_no_fractions_are_not_in_per_cent(runs: Path) -> None:
     """A task's value is shown as its report shows it."""
     comparison = read_comparison([runs / "half", runs / "two-four"])
     tasks = {
-        "boolq": SavedPair(pruned=SavedFigure(value=0.5, standard_error=None)),
-        "wikitext": SavedPair(pruned=SavedFigure(value=12.5, standard_error=None, metric="word_perplexity")),
+        "boolq": {"pruned": accuracy(0.5)},
+        "wikitext": {"pruned": accuracy(12.5, metric="word_perplexity")},
     }
-    first = replace(comparison.runs[0], report=comparison.runs[0].report.model_copy(update={"tasks": tasks}))
+    first = replace(comparison.runs[0], report=replace(comparison.runs[0].report, tasks=tasks))
     head, lines = next(iter(replace(comparison, runs=(first, comparison.runs[1])).tables().values()))
     shown = dict(zip(head, lines[1], strict=False))
     assert (shown["boolq"], shown["wikitext"]) == ("50.00 %", "12.50")
@@ -336,4 +332,4 @@ def test_models_of_one_name_and_other_sizes_differ(runs: Path, tmp_path: Path) -
     (other / "sparsellm.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(InvalidSetting, match="both called opt and of different size"):
         read_comparison([runs / "half", other])
-    assert isinstance(read_comparison([runs / "half", runs / "short"]).runs[0].report, SavedReport)
+    assert isinstance(read_comparison([runs / "half", runs / "short"]).runs[0].report, Report)

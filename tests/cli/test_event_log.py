@@ -13,7 +13,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs.events import EventLog, Note
-from sparsellm.runs.records import LOG, WORK
+from sparsellm.runs.output_folder import LOG, WORK
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

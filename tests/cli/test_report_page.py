@@ -8,10 +8,10 @@ import json
 import math
 import re
 import shutil
-import statistics
 import subprocess
 from base64 import b64decode
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.cli import prune as cli_prune
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge
+from sparsellm.methods import BlockResult, EpochResult
 from sparsellm.reports.commands import run_command, sweep_yaml
 from sparsellm.reports.figures import Plot
 from sparsellm.reports.page import report_page, verdict
@@ -31,10 +32,10 @@ from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import saved_sweep
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import SavedBlock, SavedReport, load_report
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.report import PERPLEXITY as PERPLEXITY_OF_REPORT
-from sparsellm.runs.report import Report
+from sparsellm.runs.report import PrunedReport, Report, load_report
+from tests import made_up
+from tests.made_up import accuracy, perplexity
 
 Command = Callable[..., Result]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -128,8 +129,8 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
     text, found = report_page(run_folder)
     check(text, found)
     assert [plot.name for plot in found] == ["error-map", "convergence", "time"], "the sparsities are equal"
-    told = json.loads((run_folder / "sparsellm.json").read_text(encoding="utf-8"))
-    values = {when: PERPLEXITY_OF_REPORT.validate_python(x) for when, x in next(iter(told["perplexity"].values())).items()}
+    told = load_report(run_folder)
+    values = next(iter(told.perplexity.values()))
     dense, pruned = values["dense"].value, values["pruned"].value
     assert "60\N{NO-BREAK SPACE}% of the weights in the pruned layers removed; perplexity on words.txt " in text
     assert f"words.txt {dense:.0f} → {pruned:.0f}, " in text
@@ -140,9 +141,8 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
     assert "sparsity: 60%" in text
     maps = {plot.name: plot for plot in found}
     assert len(maps["error-map"].rows) == 3
-    block = told["blocks"][1]
-    assert list(maps["error-map"].rows[1][1:]) == [f"{x['error']:.2g}" for x in block["layers"]]
-    assert len(maps["convergence"].rows) == sum(len(block["epochs"]) for block in told["blocks"])
+    assert list(maps["error-map"].rows[1][1:]) == [f"{x.error:.2g}" for x in told.blocks[1].layers]
+    assert len(maps["convergence"].rows) == sum(len(block.epochs) for block in told.blocks)
 
 
 def test_the_page_of_a_sweep(sweep_folder: Path) -> None:
@@ -181,30 +181,19 @@ def test_pages_are_the_same_twice(run_folder: Path) -> None:
     assert report_page(run_folder)[0] == report_page(run_folder)[0]
 
 
-PERPLEXITY = {"demo": {"dense": {"value": 43.5, "standard_error": 1.0}, "pruned": {"value": 50.9, "standard_error": 1.5}}}
-BOOLQ = {"boolq": {"dense": {"value": 0.61, "standard_error": 0.01}, "pruned": {"value": 0.58, "standard_error": 0.01}}}
-OTHERS = {"book.txt": {"dense": None, "pruned": {"value": 1234.5, "standard_error": None}}}
-OVERFLOWED = {"demo": {"dense": {"value": 43.5, "standard_error": 1.0}, "pruned": {"value": "inf", "standard_error": None}}}
+PERPLEXITY = {"demo": {"dense": perplexity(43.5, 1.0), "pruned": perplexity(50.9, 1.5)}}
+BOOLQ = {"boolq": {"dense": accuracy(0.61, 0.01), "pruned": accuracy(0.58, 0.01)}}
+OTHERS = {"book.txt": {"pruned": perplexity(1234.5)}}
+OVERFLOWED = {"demo": {"dense": perplexity(43.5, 1.0), "pruned": perplexity(math.inf)}}
 ROSE = "43.5 → 50.9, +17.0 %, error unknown"
 FELL = "61.0 % → 58.0 %, -3.0 points, error unknown"
 REMOVED = "70 % of the weights in the pruned layers removed"
 
 
-def made_up(**fields: Any) -> SavedReport:
-    """A report of two layers at 70 %, with these fields."""
-    layer = {"name": "a.x", "pattern": "70%", "zeros": 70, "sparsity": 0.7, "error": 0.1}
-    block = {"index": 0, "name": "a", "layers": [layer, layer | {"name": "a.y"}], "epochs": [], "seconds": 1.0}
-    totals = {"pruned_layers": 2, "sparsity_of_pruned_layers": 0.7, "sparsity_of_model": 0.5}
-    base = {
-        "recipe": {},
-        "environment": {},
-        "calibration": "",
-        "notes": [],
-        "seconds": {},
-        "peak_memory_bytes": 0,
-        "perplexity": {},
-    }
-    return SavedReport.model_validate(base | {"totals": totals, "blocks": [block]} | fields)
+def recovered(before: dict[str, Any], **fields: Any) -> Report:
+    """A report of a recovery from a checkpoint with these perplexities."""
+    recipe = RecoveryRecipe(model="m", pruned="p", calibration="demo")
+    return made_up.report(recipe, pruned=PrunedReport(made_up.report().recipe, perplexity=before), **fields)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +222,7 @@ def made_up(**fields: Any) -> SavedReport:
             f"{REMOVED}; mean accuracy {FELL}; verified when written.",
         ),
         (
-            {
-                "perplexity": PERPLEXITY,
-                "pruned": {"perplexity": {"demo": PERPLEXITY["demo"] | {"pruned": {"value": 87.0, "standard_error": None}}}},
-            },
+            {"perplexity": PERPLEXITY, "before": {"demo": PERPLEXITY["demo"] | {"pruned": perplexity(87.0)}}},
             True,
             f"{REMOVED}; perplexity on demo {ROSE} (87.0, +100 % before the recovery; "
             "by the recovery -41.5 %, error unknown); verified when written.",
@@ -245,60 +231,47 @@ def made_up(**fields: Any) -> SavedReport:
     ids=["measured", "nothing", "two texts", "overflow", "a task", "tasks", "recovery"],
 )
 def test_the_verdict(fields: dict[str, Any], verified: bool, expected: str) -> None:
-    assert verdict(made_up(**fields), verified) == expected
-
-
-def measured(*losses: float) -> dict[str, Any]:
-    """A perplexity on as many sequences, with these losses."""
-    value = math.exp(statistics.fmean(losses))
-    return {"value": value, "standard_error": 1.0, "parts": {"digest": "x", "values": losses, "weights": []}}
+    assert verdict((recovered if "before" in fields else made_up.report)(**fields), verified) == expected
 
 
 def test_the_verdict_claims_no_difference_within_its_error() -> None:
     """Not from the dense model, and not by a recovery; a difference of the same size on every sequence is one."""
-    dense, pruned, recovered = measured(3.0, 4.0, 5.0), measured(3.0, 4.1, 4.96), measured(2.98, 4.08, 4.94)
-    pairs = {"demo": {"dense": dense, "pruned": pruned}}
+    dense = made_up.measured(3.0, 4.0, 5.0)
+    pairs = {"demo": {"dense": dense, "pruned": made_up.measured(3.0, 4.1, 4.96)}}
     said = f"{REMOVED}; perplexity on demo 54.6 → 55.7, no difference measurable (+2.0 ± 4.2 %); verified when written."
-    assert verdict(made_up(perplexity=pairs), True) == said
-    after = {"demo": {"dense": dense, "pruned": recovered}}
-    said = verdict(made_up(perplexity=after, pruned={"perplexity": pairs}), True)
+    assert verdict(made_up.report(perplexity=pairs), True) == said
+    after = {"demo": {"dense": dense, "pruned": made_up.measured(2.98, 4.08, 4.94)}}
+    said = verdict(recovered(pairs, perplexity=after), True)
     assert "before the recovery; by the recovery -2.0 ± 0.0 %);" in said
-    said = verdict(
-        made_up(perplexity={"demo": {"dense": dense, "pruned": measured(3.0, 4.1, 4.9)}}, pruned={"perplexity": pairs}), True
-    )
+    after = {"demo": {"dense": dense, "pruned": made_up.measured(3.0, 4.1, 4.9)}}
+    said = verdict(recovered(pairs, perplexity=after), True)
     assert "by the recovery no difference measurable (-2.0 ± 2.0 %));" in said
 
 
 def test_the_verdict_names_a_pattern_of_n_of_m() -> None:
-    layer = {"name": "a.x", "pattern": "2:4", "zeros": 50, "sparsity": 0.5, "error": 0.1}
-    block = {"index": 0, "name": "a", "layers": [layer], "epochs": [], "seconds": 1.0}
-    totals = {"pruned_layers": 1, "sparsity_of_pruned_layers": 0.5, "sparsity_of_model": 0.4}
-    assert verdict(made_up(blocks=[block], totals=totals), True).startswith("2:4 sparsity, 50 % of the weights")
+    block = BlockResult(0, "a", (made_up.layer("a.x", "2:4"),), (), 1.0)
+    assert verdict(made_up.report(blocks=[block]), True).startswith("2:4 sparsity, 50 % of the weights")
 
 
 def test_an_edited_report_is_not_verified(run_folder: Path, tmp_path: Path) -> None:
     report = json.loads((run_folder / "sparsellm.json").read_text(encoding="utf-8"))
-    report["totals"]["sparsity_of_pruned_layers"] = 0.9
+    report["blocks"][0]["layers"][0]["pattern"] = "90%"
     (tmp_path / "sparsellm.json").write_text(json.dumps(report), encoding="utf-8")
-    assert "90\N{NO-BREAK SPACE}% of the weights" in report_page(tmp_path)[0]
     assert "; not verified." in report_page(tmp_path)[0]
 
 
 def test_one_step_has_no_plot_of_convergence(run_folder: Path) -> None:
     blocks = load_report(run_folder).blocks
     assert convergence(blocks) is not None
-    assert convergence([block.model_copy(update={"epochs": block.epochs[:1]}) for block in blocks]) is None
+    assert convergence([replace(block, epochs=block.epochs[:1]) for block in blocks]) is None
 
 
 def test_the_plot_of_convergence_says_what_its_steps_minimize() -> None:
     """Accepted rounds lower the error that is shown; the objective of Algorithm 1 and rounding are others."""
 
     def told(*steps: tuple[str, float]) -> str:
-        epochs = [
-            {"step": kind, "epoch": 1, "feed_forward_error": x, "accepted": True, "after_weights": None} for kind, x in steps
-        ]
-        block = {"index": 0, "name": "a", "layers": [], "epochs": epochs, "seconds": 1.0}
-        plot = convergence([SavedBlock.model_validate(block)])
+        epochs = tuple(EpochResult("a", 1, kind, x, accepted=True) for kind, x in steps)
+        plot = convergence([BlockResult(0, "a", (), epochs, 1.0)])
         assert plot
         return plot.text
 
@@ -330,28 +303,17 @@ def test_a_page_says_why_costs_are_not_predicted(fields: dict[str, str], rule: s
 
 
 def test_layers_at_a_bound_of_the_allocation_are_marked() -> None:
-    sparsities = {"a.x": 0.6, "a.y": 0.8, "b.x": 0.72, "b.y": 0.8}
-    blocks = [
-        {
-            "index": index,
-            "name": name,
-            "layers": [
-                {"name": layer, "pattern": f"{100 * x}%", "zeros": 1, "sparsity": x, "error": 0.1}
-                for layer, x in sparsities.items()
-                if layer.startswith(name)
-            ],
-            "epochs": [],
-            "seconds": 1.0,
-        }
-        for index, name in enumerate("ab")
+    layers = [
+        [made_up.layer("a.x", "60%"), made_up.layer("a.y", "80%")],
+        [made_up.layer("b.x", "72%"), made_up.layer("b.y", "80%")],
     ]
-    report = made_up(blocks=blocks)
+    report = made_up.report(blocks=[BlockResult(n, "ab"[n], tuple(x), (), 1.0) for n, x in enumerate(layers)])
     assert at_bound(report.layers) == {"a.x": "minimum", "a.y": "maximum", "b.y": "maximum"}
     plot = next(plot for plot in run_plots(report) if plot.name == "sparsity-map")
     assert plot.rows == [["0", "60.0▼", "80.0▲"], ["1", "72.0", "80.0▲"]]
     assert "The allocation has 1 at its minimum (▼) and 2 at its maximum (▲)." in plot.text
     assert plot.inline().count("80.0▲") == 2, "the numbers are in the cells"
-    assert at_bound(made_up().layers) == {}
+    assert at_bound(made_up.report().layers) == {}
 
 
 def part_of(text: str, pattern: str) -> str:
@@ -376,7 +338,7 @@ def again(text: str) -> tuple[list[str], str]:
 def test_the_command_and_the_recipe_of_a_page_give_the_same_run(run_folder: Path, command: Command) -> None:
     text, _ = report_page(run_folder)
     words, recipe = again(text)
-    expected = validated(Recipe, load_report(run_folder).recipe)
+    expected = load_report(run_folder).recipe
     assert validated(Recipe, yaml.safe_load(recipe)) == expected
     assert words[:3] == ["prune", "opt", "out-again"]
     assert command(*words, "--print-config").stdout == recipe

@@ -20,18 +20,17 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, TargetNotReached
-from sparsellm.evaluation.differences import Deviations, Difference
+from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.methods import BlockResult
 from sparsellm.reports import search as searching
-from sparsellm.reports import target as targets
-from sparsellm.reports.measures import Figure
 from sparsellm.reports.search import bisect
 from sparsellm.reports.sweep_runner import CellFolder
-from sparsellm.reports.target import Decision, Point, Target, outcome, undecided_note
+from sparsellm.reports.target import Decision, Target, outcome, undecided_note
 from sparsellm.reports.target import point_of as real_point
 from sparsellm.runs.events import NextRun, Note
-from sparsellm.runs.records import SavedPair, load_report
+from sparsellm.runs.report import Report, load_report
+from sparsellm.runs.results import Point
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.cli.test_several import compared
@@ -387,19 +386,13 @@ def test_a_search_says_which_sparsities_it_cannot_decide(
     words: tuple[object, ...], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sparsity that it finds meets the target by more than the error, and the table has the errors."""
-    real, made = targets.figure_of, dict[float, float]()
+    made: dict[float, float] = {}
 
-    def noisy(pair: SavedPair, **given: Any) -> Figure:
+    def noisy(report: Report, text: str) -> Difference:
         """Of the first sparsity that is tried 9 %, of others 2 %, each with an error of 2 %."""
-        figure = real(pair, **given)
-        assert figure.dense
-        increase = made.setdefault(figure.value, 0.02 if made else 0.09)
-        value, deviations = (1 + increase) * figure.dense.value, Deviations("x", (0.02 / (1 + increase),))
-        return replace(
-            figure, value=value, deviations=deviations, dense=replace(figure.dense, deviations=Deviations("x", (0.0,)))
-        )
+        return Difference(made.setdefault(report.perplexity[text]["pruned"].value, 0.02 if made else 0.09), 0.02)
 
-    monkeypatch.setattr(targets, "figure_of", noisy)
+    monkeypatch.setattr(Report, "change", noisy)
     done = command("search", *words, tmp_path / "out", "--max-perplexity-increase", "10%", "--effort", "fast")
     assert done.exit_code == 0, done.stderr
     assert "+9.0 ± 2.0 %  undecided" in done.stdout

@@ -36,8 +36,9 @@ from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
 from sparsellm.runs import cached_allocation, measuring, run, stages
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.records import SavedReport
+from tests import made_up
 from tests.cli.test_bad_input import refused
+from tests.made_up import perplexity
 
 Command = Callable[..., Result]
 AXES = {"model": ["demo:opt"], "method": ["magnitude", "wanda"], "sparsity": [0.7, "2:4"]}
@@ -68,15 +69,15 @@ def told(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     found = []
     for outcome in outcomes:
         assert outcome.report is not None, outcome.error
-        report = outcome.report.model_dump()
+        report = outcome.report.to_dict()
         del report["seconds"], report["peak_memory_bytes"]
         for block in report["blocks"]:
             del block["seconds"]
             for layer in block["layers"]:
                 del layer["seconds"]
         for both in report["perplexity"].values():
-            for perplexity in both.values():
-                del perplexity["seconds"]
+            for result in both.values():
+                del result["seconds"]
         found.append(report)
     return found
 
@@ -276,8 +277,7 @@ def test_cells_come_out_as_single_runs_do(small: Callable[..., Sweep], tmp_path:
     sweep = small({"model": [small().cells[0].recipe.model], "sparsity": ["60%", "80%"]})
     outcomes = run_sweep(sweep, tmp_path / "out", quiet)
     alone = [run.run(cell.recipe).report for cell in sweep.cells]
-    reports = [SavedReport.model_validate_json(report.to_json()) for report in alone]
-    single = [Outcome(cell, "finished", report) for cell, report in zip(sweep.cells, reports, strict=True)]
+    single = [Outcome(cell, "finished", report) for cell, report in zip(sweep.cells, alone, strict=True)]
     assert told(outcomes) == told(single)
 
 
@@ -401,20 +401,10 @@ def with_figures(tmp_path: Path, dense: float | None = None, **parts: Any) -> tu
     axes = AXES | {"seed": [0, 1, 2]}
     sweep = read_sweep(written(tmp_path, axes=axes, published=published, **parts))
     outcomes = []
-    before = None if dense is None else {"value": dense, "standard_error": 0.25}
+    before = {} if dense is None else {"dense": perplexity(dense, 0.25)}
     for number, cell in enumerate(sweep.cells):
-        report = {
-            "perplexity": {"te_xt": {"dense": before, "pruned": {"value": 10.0 + number, "standard_error": 0.5}}},
-            "totals": {"pruned_layers": 6, "sparsity_of_pruned_layers": 0.7, "sparsity_of_model": 0.5},
-            "recipe": {},
-            "environment": {},
-            "calibration": "",
-            "notes": [],
-            "seconds": {},
-            "peak_memory_bytes": 0,
-            "blocks": [],
-        }
-        outcomes.append(Outcome(cell, "finished", SavedReport.model_validate(report)))
+        measured = {"te_xt": {**before, "pruned": perplexity(10.0 + number, 0.5)}}
+        outcomes.append(Outcome(cell, "finished", made_up.report(perplexity=measured)))
     outcomes[-1] = Outcome(sweep.cells[-1], "failed", error="out of luck")
     return sweep, outcomes
 

@@ -22,9 +22,8 @@ from sparsellm.errors import BadCheckpoint, TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.runs.output_folder import SCALES_FILE, WORK
 from sparsellm.runs.output_lock import EXPORT, REPLACED
-from sparsellm.runs.quantization_file import SCALES_FILE
-from sparsellm.runs.records import WORK
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of

@@ -15,8 +15,9 @@ import sparsellm
 from sparsellm.checkpoints.exported_files import pack_integers, unpack_integers
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, UnsupportedModel
 from sparsellm.methods.rounding import Scales
+from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runs.packing import pack
-from sparsellm.runs.quantization_file import SCALES_FILE, write_scales
+from sparsellm.runs.quantization_file import write_scales
 from sparsellm.solvers.quantization import Quantized, round_to_nearest
 from tests.conftest import byte_tokenizer
 from tests.integration.test_packed_models import save_pruned

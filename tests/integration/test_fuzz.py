@@ -36,7 +36,7 @@ from sparsellm.runs.outputs import foreign_file, read_finished
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.recipe_methods import method_of
-from sparsellm.runs.records import load_report
+from sparsellm.runs.report import load_report
 from sparsellm.solvers.patterns import parse_pattern
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced

@@ -31,11 +31,11 @@ from sparsellm.runs import layer_costs
 from sparsellm.runs.cached_allocation import cached_allocation
 from sparsellm.runs.events import Event, Note
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.records import SavedLayer
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.token_sequences import read_test
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
+from tests import made_up
 from tests.integration.test_families import tiny as of_family
 from tests.integration.test_sparsellm_method import batches
 from tests.pruning import prune_blocks
@@ -187,10 +187,9 @@ def test_a_table_has_what_was_measured_and_predictions_only_where_they_hold(meth
     recipe = Recipe(model="m", sparsity="50%", calibration="demo", method=method, allocation="fisher")
     pairs = {"a": (0.0436, 0.00235), "b": (0.0381, -0.0004), "c": (0.02, 0.011), "d": (0.01, None)}
 
-    def layers(**changes: None) -> list[SavedLayer]:
-        fields = {"pattern": "50%", "zeros": 1, "sparsity": 0.5, "error": 0.1}
+    def layers(**changes: None) -> list[LayerResult]:
         return [
-            SavedLayer(name=name, predicted_kl=predicted, measured_kl=measured, **fields).model_copy(update=changes)
+            replace(made_up.layer(name, "50%", predicted_kl=predicted, measured_kl=measured), **changes)
             for name, (predicted, measured) in pairs.items()
         ]
 

@@ -13,7 +13,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import OutputExists
 from sparsellm.runs import compressed_export, export, output_lock, packing, several, workspace
-from sparsellm.runs.records import REPORT, WORK
+from sparsellm.runs.output_folder import REPORT, WORK
 from tests.conftest import long_unless
 
 Command = Callable[..., Result]

@@ -307,7 +307,7 @@ def test_paths_serve_wherever_a_folder_is_named(tiny: dict[str, Path], tmp_path:
     assert sparsellm.verify(out, tiny["opt"]).against == str(tiny["opt"])
     saved = sparsellm.load_report(out)
     assert [layer.sparsity for layer in saved.layers] == [0.5] * 18
-    assert repr(saved) == f"<SavedReport of {tiny['opt'].name}: 50.00 % zeros in 18 pruned layers>"
+    assert repr(saved) == f"<Report of {tiny['opt'].name}: 50.00 % zeros in 18 pruned layers>"
     page = sparsellm.report(out, figures=tmp_path / "figures")
     assert page == tmp_path / "out.html"
     assert "2 of every 4" in page.read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
 from sparsellm.runs.events import Event
 from sparsellm.runs.inspection import inspect
-from sparsellm.runs.records import WORK
+from sparsellm.runs.output_folder import WORK
 from sparsellm.runs.recovery import RATE
 from sparsellm.runs.training import model_step
 from tests import processes

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sparsellm import prune
 from sparsellm.recovery import masked_training
 from sparsellm.runs.events import RECOVERING, Stage
-from sparsellm.runs.records import WORK
+from sparsellm.runs.output_folder import WORK
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory

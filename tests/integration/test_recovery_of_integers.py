@@ -20,7 +20,8 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.recovery import distillation
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.gradual import read_stages
-from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
+from sparsellm.runs.output_folder import SCALES_FILE
+from sparsellm.runs.quantization_file import read_scales
 from sparsellm.runs.recovery import read_recovery
 from tests import processes
 from tests.cli.test_bad_input import refused

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import sparsellm
+from sparsellm.data.json_files import read_record
 from sparsellm.errors import InvalidSetting
 from sparsellm.reports.page import report_page
+from sparsellm.reports.sweep_runner import FINISHED
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.records import FinishedCell, read_record
+from sparsellm.runs.report import Report
 
 REPORTS = Path(__file__).parents[1] / "reports"
 RECOVERIES = ("recovered", "gradual")
@@ -42,5 +45,26 @@ def test_a_recovery_s_recipe_is_refused(name: str) -> None:
 
 
 def test_a_finished_cell_is_read() -> None:
-    cell, _ = read_record(REPORTS / "cell.json", FinishedCell, "finished cell")
+    cell, _ = read_record(REPORTS / "cell.json", FINISHED, "finished cell")
     assert cell.report.perplexity
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_is_written_again(name: str) -> None:
+    """Every entry, but for fields of the recipe that were removed."""
+    content = json.loads((REPORTS / f"{name}.json").read_text(encoding="utf-8"))
+    again = json.loads(sparsellm.load_report(REPORTS / f"{name}.json").to_json())
+    for fields in (content["recipe"], content.get("pruned", {}).get("recipe", {})):
+        fields.pop("allocation_bounds", None)
+    assert again == content
+
+
+def test_a_recipe_of_another_version_is_shown() -> None:
+    """A method that this version does not have, and a field; but a value of a wrong type is damage."""
+    content = json.loads((REPORTS / "pruned.json").read_text(encoding="utf-8"))
+    content["recipe"] |= {"effort": "tomorrow", "new_field": 1}
+    report = Report.from_dict(content)
+    assert report.recipe.to_yaml().count("tomorrow") == 1
+    assert "sparsellm of another version, 60%" in str(report)
+    with pytest.raises(ValueError, match="`seed`"):
+        Report.from_dict(content | {"recipe": content["recipe"] | {"seed": []}})

@@ -14,17 +14,16 @@ from sparsellm.errors import MAX_MESSAGE, plural, printable
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
 from sparsellm.reports.compare import Comparison
 from sparsellm.reports.measures import capitalized, figure_of
-from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.inspection import Inspection, LayerZeros
 from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RULES
-from sparsellm.runs.records import SavedReport
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.report import Report
-from sparsellm.runs.training_outcome import describe_losses, describe_outcome, read_gradual
+from sparsellm.runs.report import Report, When
+from sparsellm.runs.results import Point
+from sparsellm.runs.training_outcome import describe_losses
 from sparsellm.runtime.memory import human_bytes
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
@@ -43,11 +42,11 @@ def task_value(result: Accuracy) -> str:
 def print_summary(console: Console, report: Report, folder: str) -> None:
     """Print the results of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
-    described = describe_outcome(report.recipe, report)
+    described = report.describe()
     described = capitalized(described) if report.recovered_nothing else described
     print_line(console, f"{report.recipe.model}: {described}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
-    if bits := report.totals().get("bits_of_pruned_layers"):
+    if bits := report.totals.bits_of_pruned_layers:
         sparsity += f" and take {bits:.3f} bits a weight"
     print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
@@ -65,8 +64,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             figures = [_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned"))]
             rows.append([name, *figures, *(str(change) if change else "-" for change in changes)])
         show(console, table(head, rows))
-    if gradual := read_gradual(report):
-        stages, rows = gradual.table()
+    if report.gradual:
+        stages, rows = report.gradual.table()
         if rows:
             show(console, table(stages, rows))
     if report.tasks:
@@ -136,31 +135,25 @@ def print_evaluation(console: Console, result: Evaluation, against: str | None) 
         show(console, table(["task", "metric", *columns, "questions"], rows))
 
 
-def print_several(console: Console, reports: Mapping[str, SavedReport]) -> None:
+def print_several(console: Console, reports: Mapping[str, Report]) -> None:
     """Print the results of several runs on one model, by the folder of each, below those of the dense model."""
     first, *_ = reports.values()
     texts, tasks = list(first.perplexity), list(first.tasks)
 
-    def dense(report: SavedReport) -> list[str]:
-        pairs = [*((report.perplexity[name], plus_minus) for name in texts), *((report.tasks[name], percent) for name in tasks)]
-        return [form(pair.dense.value, pair.dense.standard_error) if pair.dense else "-" for pair, form in pairs]
+    def cells(report: Report, when: When) -> list[str]:
+        values = [_figure(report.perplexity.get(name, {}).get(when)) for name in texts]
+        values += [task_value(x) if (x := report.tasks.get(name, {}).get(when)) else "-" for name in tasks]
+        if when == "dense":
+            return values
+        changes = [figure_of(pair).change_text if "pruned" in (pair := report.perplexity.get(x, {})) else "" for x in texts]
+        changes += [figure_of(scores).change_text if "pruned" in (scores := report.tasks.get(x, {})) else "" for x in tasks]
+        return [f"{value} ({change})" if change else value for value, change in zip(values, changes, strict=True)]
 
-    def pruned(report: SavedReport) -> list[str]:
-        pairs = [*((report.perplexity[name], False) for name in texts), *((report.tasks[name], True) for name in tasks)]
-        cells = []
-        for pair, share in pairs:
-            if pair.pruned is None:
-                cells.append("-")
-                continue
-            cell = (percent if share else plus_minus)(pair.pruned.value, pair.pruned.standard_error)
-            change = figure_of(pair, share=share).change_text
-            cells.append(f"{cell} ({change})" if change else cell)
-        return cells
-
-    head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts), *(f"{name}, %" for name in tasks)]
-    rows = [["dense", "", *dense(first)]] if texts or tasks else []
+    head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts)]
+    head += [f"{name}, %" if is_fraction(next(iter(x.values())).metric) else name for name, x in first.tasks.items()]
+    rows = [["dense", "", *cells(first, "dense")]] if texts or tasks else []
     for folder, report in reports.items():
-        rows.append([folder, f"{100 * report.totals.sparsity_of_pruned_layers:.2f}", *pruned(report)])
+        rows.append([folder, f"{100 * report.sparsity:.2f}", *cells(report, "pruned")])
     show(console, table(head, rows))
     texts_of = {prompt: {"": pair.get("dense", "")} for prompt, pair in first.samples.items()}
     for folder, report in reports.items():

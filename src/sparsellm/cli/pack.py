@@ -12,7 +12,7 @@ from sparsellm.cli import options
 from sparsellm.cli.console import displayed, print_json, print_line, report_errors, stdout
 
 if TYPE_CHECKING:
-    from sparsellm.runs.packed_documents import Packed
+    from sparsellm.runs.packed_sizes import Packed
 
 ToExport = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
 ExportedOut = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]

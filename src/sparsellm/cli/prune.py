@@ -198,7 +198,8 @@ def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> 
     """Print the results of one output, from its report, or of several, from those in their folders."""
     from sparsellm.cli.display import print_several, print_summary
     from sparsellm.data.json_files import read_json
-    from sparsellm.runs.records import REPORT, load_report
+    from sparsellm.runs.output_folder import REPORT
+    from sparsellm.runs.report import load_report
 
     written = {str(folder): str(local_path(folder).resolve()) for folder in folders}
     if len(folders) > 1 and as_json:

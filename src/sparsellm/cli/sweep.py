@@ -233,14 +233,13 @@ def report(
 
 def _saved(folder: Path) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
-    from sparsellm.errors import BadCheckpoint
     from sparsellm.reports.comparison import table, to_json
     from sparsellm.reports.sweep_runner import read_outcomes, saved_sweep
-    from sparsellm.runs.output_folder import is_sweep
-    from sparsellm.runs.records import REPORT, SavedReport, read_record
+    from sparsellm.runs.output_folder import REPORT, is_sweep
+    from sparsellm.runs.report import read_report
 
     if not is_sweep(folder):
-        return read_record(folder / REPORT, SavedReport, "report of a run", refusal=BadCheckpoint)[1]
+        return read_report(folder / REPORT)[1]
     cells = saved_sweep(folder)
     outcomes = read_outcomes(cells, folder)
     return to_json(cells, table(cells, outcomes), outcomes)

@@ -10,12 +10,16 @@ import platform
 import re
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sparsellm.errors import InvalidSetting, SparseLLMError, written_to
+from pydantic_core import ValidationError
+
+from sparsellm.errors import InvalidSetting, SparseLLMError, printable, written_to
+
+Value = TypeVar("Value")
 
 MAX_BYTES = 256 * 2**20
 """Largest file that is read. A safetensors header has up to 100 MB; indices and reports are smaller."""
@@ -67,6 +71,32 @@ def read_json(path: Path, refusal: type[SparseLLMError] = InvalidSetting) -> Any
     else:
         return value
     raise refusal(f"{path} cannot be read: {reason}.")
+
+
+def read_record(
+    path: Path, validate: Callable[[Any], Value], what: str, *, refusal: type[SparseLLMError] = InvalidSetting
+) -> tuple[Value, Any]:
+    """Read a JSON file that a run wrote and a user may have edited.
+
+    Args:
+        validate: Function that makes the record from the file's content, and raises pydantic's ValidationError for any other.
+        what: Name of the record in error messages.
+        refusal: Exception class for a file that cannot be read.
+
+    Returns:
+        The record, and the content of the file as plain data.
+
+    Raises:
+        refusal: The file is unreadable or invalid; the message has the first invalid field.
+    """
+    content = read_json(path, refusal)
+    try:
+        return validate(content), content
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "top level"
+        reason = f"{where}: {first['msg']}, got {printable(repr(first['input']), 80)}"
+    raise refusal(f"{path} is damaged: it is not a {what} ({reason}).")
 
 
 def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:

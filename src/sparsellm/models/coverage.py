@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -42,10 +43,10 @@ class Coverage:
         unpruned: Those in no layer, by full parameter name, in decreasing order.
     """
 
-    total: int
+    total: Annotated[int, Field(validation_alias="matrix_weights")]  # its name in files
     prunable: int
     pruned: int
-    unpruned: Mapping[str, int] = field(default_factory=dict)
+    unpruned: Annotated[Mapping[str, int], Field(validation_alias="not_covered")] = field(default_factory=dict)
 
     @property
     def share(self) -> float:

@@ -15,10 +15,10 @@ from sparsellm.runs.own_method import ObjectRecipe
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import fields_of_others
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.result_records import SavedGradual
+from sparsellm.runs.results import GradualResult
 
 
-def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: SavedGradual | None = None) -> str:
+def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: GradualResult | None = None) -> str:
     """The command line that gives a recipe, quoted for a POSIX shell, with each option on a line of its own.
 
     For a method that is an object, the call in Python.

@@ -12,14 +12,14 @@ from typing import Any
 
 from sparsellm.errors import InvalidSetting, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
-from sparsellm.evaluation.measurements import is_fraction
+from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.reports.measures import Figure, capitalized, figure_of, measures, short_names
 from sparsellm.reports.ranking import Ranking, rank
 from sparsellm.reports.sweep_runner import CellFolder, read_outcomes, saved_sweep
 from sparsellm.runs.early_checks import check_results
-from sparsellm.runs.output_folder import is_sweep
-from sparsellm.runs.records import REPORT, SavedPair, SavedReport, load_report
-from sparsellm.runs.training_outcome import changed_nothing, trainings
+from sparsellm.runs.output_folder import REPORT, is_sweep
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.report import Report, When, load_report
 from sparsellm.runtime.memory import human_bytes
 
 WEIGHTS = (".safetensors", ".bin")
@@ -51,37 +51,36 @@ class ComparedRun:
     """
 
     name: str
-    report: SavedReport
+    report: Report
     bytes: int | None
 
     @property
     def method(self) -> str:
         """The method, with the effort or variant of the method sparsellm."""
         recipe = self.report.recipe
-        if "pruned" in recipe:
-            return "nothing recovered" if changed_nothing(trainings(self.report)) else "recovered"
-        variant = "as published" if recipe.get("as_published") else recipe.get("effort", "standard")
-        plain = recipe.get("method") != "sparsellm" or variant == "standard"
-        return str(recipe.get("method")) if plain else f"sparsellm, {variant}"
+        if not isinstance(recipe, Recipe):
+            return "nothing recovered" if self.report.recovered_nothing else "recovered"
+        variant = "as published" if recipe.as_published else recipe.effort
+        return recipe.method if recipe.method != "sparsellm" or variant == "standard" else f"sparsellm, {variant}"
 
     @property
     def model(self) -> str:
         """The last part of the dense model's name."""
-        return PurePath(str(self.report.recipe.get("model"))).name
+        return PurePath(self.report.recipe.model).name
 
     @property
     def weights(self) -> dict[str, str]:
         """Digests of the dense model's weight files by name; empty if they are not known."""
-        files = self.report.inputs.get(str(self.report.recipe.get("model")), {})
+        files = self.report.inputs.get(self.report.recipe.model, {})
         return {name: text for name, text in files.items() if name.endswith(WEIGHTS)}
 
     @property
-    def perplexities(self) -> dict[Sequences, SavedPair]:
+    def perplexities(self) -> dict[Sequences, dict[When, Perplexity]]:
         """Dense and pruned perplexity, by what they were measured on."""
         return {
             (PurePath(text).name, figure.windows, figure.length, figure.tokens): pair
             for text, pair in self.report.perplexity.items()
-            if (figure := pair.pruned or pair.dense)
+            for figure in [*pair.values()][-1:]
         }
 
     def files_of(self, text: str) -> dict[str, str]:
@@ -91,12 +90,8 @@ class ComparedRun:
     @property
     def figures(self) -> dict[Sequences | str, Figure]:
         """What was measured of the pruned and the dense model: on texts by their sequences, on tasks by their names."""
-        on_texts = {key: figure_of(pair) for key, pair in self.perplexities.items() if pair.pruned}
-        on_tasks = {
-            task: figure_of(pair, share=is_fraction(pair.pruned.metric))
-            for task, pair in self.report.tasks.items()
-            if pair.pruned
-        }
+        on_texts = {key: figure_of(pair) for key, pair in self.perplexities.items() if "pruned" in pair}
+        on_tasks = {task: figure_of(pair) for task, pair in self.report.tasks.items() if "pruned" in pair}
         return dict(chain[tuple[Sequences | str, Figure]](on_texts.items(), on_tasks.items()))
 
     @property
@@ -133,8 +128,8 @@ class Comparison:
         lines = [[*line, *(_measured(dense.get(task)) for task in tasks), "", ""]]
         for run, by_key in zip(self.runs, figures, strict=True):
             totals, errors = run.report.totals, [error for error in run.errors.values() if math.isfinite(error)]
-            recipe, zeros = run.report.recipe, f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
-            pattern = recipe.get("sparsity") or run.report.n_m or zeros  # a recovery's recipe has no sparsity
+            zeros = f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
+            pattern = getattr(run.report.recipe, "sparsity", None) or run.report.n_m or zeros  # a recovery's has none
             line = [run.name, run.method, str(pattern), f"{100 * totals.sparsity_of_model:.1f} %"]
             for key in columns:
                 change = by_key[key].difference if key in by_key else None
@@ -188,7 +183,7 @@ class Comparison:
         runs = [
             {
                 "name": run.name,
-                "recipe": run.report.recipe,
+                "recipe": run.report.recipe.model_dump(mode="json"),
                 "figures": {name: _plain(figure) for name, figure in measures(run.report).items()},
                 "sequences": [list(key) for key in run.perplexities],
                 "sparsity_of_model": run.report.totals.sparsity_of_model,
@@ -260,7 +255,7 @@ def _read(path: Path, name: str, open_cells: list[str]) -> Iterator[ComparedRun]
             yield ComparedRun(label, outcome.report, _bytes(model, load_report(model)) if kept else None)
 
 
-def _bytes(path: Path, report: SavedReport) -> int:
+def _bytes(path: Path, report: Report) -> int:
     """Size of the weight files that a report lists."""
     files = [path / file for file in report.files if file.endswith(WEIGHTS)]
     return sum(file.stat().st_size for file in files if file.is_file())
@@ -273,7 +268,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
     for run in runs:
         for key, pair in run.perplexities.items():
             sequences.setdefault(key[0], set()).add(key)
-            values.setdefault(key, []).extend([pair.dense.value] if pair.dense else [])
+            values.setdefault(key, []).extend([pair["dense"].value] if "dense" in pair else [])
     for text, keys in sequences.items():
         if len(keys) > 1:
             yield f"The perplexity on {text} was measured on other sequences in other columns: compare within a column only."
@@ -287,9 +282,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."
     yield from _differences_from_dense(runs)
     ours = {
-        run.method.startswith("sparsellm") and "as published" not in run.method
-        for run in runs
-        if "pruned" not in run.report.recipe
+        run.method.startswith("sparsellm") and "as published" not in run.method for run in runs if not run.report.is_recovery
     }
     if len(ours) > 1:
         yield "Errors of the method sparsellm are relative to the dense stream, those of others to the layer's own output."

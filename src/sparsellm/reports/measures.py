@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
 from sparsellm.evaluation.differences import Deviations, Difference, difference, joined_deviations, mean_deviations
-from sparsellm.evaluation.measurements import is_fraction, mean, measure_of
-from sparsellm.runs.records import SavedPair, SavedPruning, SavedReport
-from sparsellm.runs.result_records import SavedFigure
+from sparsellm.evaluation.measurements import Accuracy, Perplexity, is_fraction, mean, measure_of
+from sparsellm.runs.report import PrunedReport, Report, When
 
 BITS = "bits a weight"
 """The measure of what the pruned layers take when they are packed; for rounded ones."""
@@ -116,7 +115,7 @@ def short_names(texts: Iterable[str]) -> dict[str, str]:
     return {text: name if names.count(name) == 1 else text for text, name in zip(texts, names, strict=True)}
 
 
-def measures(report: SavedReport) -> dict[str, Figure]:
+def measures(report: Report) -> dict[str, Figure]:
     """The values in a run's report, by the name of the measure."""
     figures = evaluations(report)
     figures["sparsity"] = Figure(report.totals.sparsity_of_pruned_layers, share=True)
@@ -129,13 +128,13 @@ def measures(report: SavedReport) -> dict[str, Figure]:
     return figures
 
 
-def evaluations(report: SavedReport | SavedPruning) -> dict[str, Figure]:
+def evaluations(report: Report | PrunedReport) -> dict[str, Figure]:
     """The perplexities and accuracies in a report, by the name of the measure."""
     names = short_names(report.perplexity)
-    figures = {f"perplexity {names[text]}": figure_of(pair) for text, pair in report.perplexity.items() if pair.pruned}
-    on_tasks = {task: (x.metric, pair) for task, pair in report.tasks.items() if (x := pair.pruned)}
-    for task, (metric, pair) in on_tasks.items():
-        figures[f"{measure_of(metric)} {task}"] = figure_of(pair, share=is_fraction(metric))
+    figures = {f"perplexity {names[text]}": figure_of(pair) for text, pair in report.perplexity.items() if "pruned" in pair}
+    for task, scores in report.tasks.items():
+        if "pruned" in scores:
+            figures[f"{measure_of(scores['pruned'].metric)} {task}"] = figure_of(scores)
     accuracies = [figure for name, figure in figures.items() if name.startswith("accuracy ")]
     if len(accuracies) > 1:
         dense = [x.dense for x in accuracies if x.dense]
@@ -144,16 +143,16 @@ def evaluations(report: SavedReport | SavedPruning) -> dict[str, Figure]:
     return figures
 
 
-def figure_of(pair: SavedPair, *, share: bool = False) -> Figure:
-    """The pruned model's measurement, which must exist, with the dense model's. share: whether it is shown in per cent."""
-    assert pair.pruned
-    return replace(_saved(pair.pruned, share), dense=_saved(pair.dense, share) if pair.dense else None)
+def figure_of(pair: Mapping[When, Perplexity] | Mapping[When, Accuracy]) -> Figure:
+    """The pruned model's measurement, which must exist, with the dense model's."""
+    return replace(_figure(pair["pruned"]), dense=_figure(pair["dense"]) if "dense" in pair else None)
 
 
-def _saved(figure: SavedFigure, share: bool) -> Figure:
-    """A figure of a report."""
-    deviations = figure.parts.deviations if figure.parts else None
-    return Figure(figure.value, figure.standard_error, share=share, deviations=deviations)
+def _figure(result: Perplexity | Accuracy) -> Figure:
+    """A result in a report."""
+    deviations = result.parts.deviations if result.parts else None
+    share = isinstance(result, Accuracy) and is_fraction(result.metric)
+    return Figure(result.value, result.standard_error, share=share, deviations=deviations)
 
 
 def _mean_accuracy(accuracies: Sequence[Figure]) -> Figure:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from sparsellm.data.json_files import durable
 from sparsellm.errors import InvalidSetting, OutputExists
-from sparsellm.runs.output_folder import check_place
-from sparsellm.runs.records import REPORT, WORK
+from sparsellm.runs.output_folder import REPORT, WORK, check_place
 
 MARKS = (
     b'<meta name="generator" content="sparsellm">',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.data.paths import local_path
-from sparsellm.errors import BadCheckpoint, plural
+from sparsellm.errors import plural
 from sparsellm.reports.commands import exclude_options, report_command, run_command, setting_name, sweep_command, sweep_yaml
 from sparsellm.reports.compare import Comparison
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
@@ -29,15 +28,12 @@ from sparsellm.reports.sweep_runner import Outcome, read_outcomes, saved_sweep
 from sparsellm.runs.early_checks import check_results
 from sparsellm.runs.export import Result
 from sparsellm.runs.layer_costs import worst_layers_table
-from sparsellm.runs.output_folder import is_sweep
-from sparsellm.runs.own_method import saved_kind
+from sparsellm.runs.output_folder import REPORT, is_sweep
 from sparsellm.runs.publication import Paths, local_files
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import without_defaults
-from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import REPORT, SavedReport, read_record
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.training_outcome import changed_nothing, describe_outcome, trainings
+from sparsellm.runs.report import Report, read_report
 from sparsellm.runs.zeros_before import counts
 
 
@@ -60,7 +56,7 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
 
 def comparison_page(comparison: Comparison) -> str:
     """The tables of a comparison as an HTML page."""
-    recipes = {run.name: without_defaults(run.report.recipe) for run in comparison.runs}
+    recipes = {run.name: without_defaults(run.report.recipe.model_dump(mode="json")) for run in comparison.runs}
     figures = [figure for run in comparison.runs for figure in run.figures.values()]
     with style():
         return render(
@@ -105,11 +101,11 @@ def _content(run: str | Path | Result) -> dict[str, Any]:
     """Template variables for a run or a sweep."""
     if isinstance(run, Result):
         published = Paths(run.report.recipe).without(run.report)
-        return _run_content(SavedReport.model_validate(json.loads(published.to_json())), page_name(run), verified=False)
+        return _run_content(published, page_name(run), verified=False)
     path = check_results(run)
     if is_sweep(path):
         return _sweep_content(path)
-    report, content = read_record(path / REPORT, SavedReport, "report of a run", refusal=BadCheckpoint)
+    report, content = read_report(path / REPORT)
     verified = report.digests is not None and report_digest(content) == report.digests.report
     return _run_content(report, path.resolve().name, verified=verified)
 
@@ -120,14 +116,14 @@ def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]
     return {local_path(folder) / f"{plot.name}.{suffix}": plot.save(suffix) for plot in plots for suffix in formats}
 
 
-def verdict(report: SavedReport, verified: bool) -> str:
+def verdict(report: Report, verified: bool) -> str:
     """The result of a run in one sentence: what was removed, the change of perplexity or accuracy, and whether it is verified.
 
     Args:
         verified: Whether the output was read back and verified when it was written.
     """
     pattern = f"{report.n_m} sparsity, " if report.n_m else ""
-    removed = f"zero, {_percent(report.sparsity_before)} before the run" if counts(report) else "removed"
+    removed = f"zero, {_percent(report.sparsity_before)} before the run" if counts(report.totals) else "removed"
     parts = [f"{pattern}{_percent(report.sparsity)} of the weights in the pruned layers {removed}"]
     figures = evaluations(report)
     before = evaluations(report.pruned) if report.pruned else {}
@@ -139,7 +135,7 @@ def verdict(report: SavedReport, verified: bool) -> str:
             part += f" ({', '.join(filter(None, (earlier.short, earlier.change_text)))} before the recovery"
             part += f"; by the recovery {by})" if (by := figure.against(earlier)) else ")"
         parts.append(part)
-    if "pruned" in report.recipe and changed_nothing(trainings(report)):
+    if report.recovered_nothing:
         parts.append("nothing was recovered")
     parts += [] if figures else ["perplexity not measured"]
     return "; ".join([*parts, "verified when written" if verified else "not verified"]) + "."
@@ -159,17 +155,14 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
-def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str, Any]:
+def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]:
     """Template variables for a run."""
     totals, costs = report.totals, report.layer_costs
-    recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
-    kind: type[Recipe | RecoveryRecipe] = RecoveryRecipe if recovery else saved_kind(report.recipe)
-    # Of an earlier version, the recipe may have fields that were removed since.
-    recipe = validated(kind, {name: value for name, value in report.recipe.items() if name in kind.model_fields})
+    recipe, recovery, bounds = report.recipe, report.is_recovery, at_bound(report.layers)
     worst = worst_layers_table(report.layers, recipe)
     outcome = "recovered" if recovery else "pruned"
-    described = describe_outcome(recipe, report)
-    nothing = recovery and changed_nothing(trainings(report))
+    described = report.describe()
+    nothing = report.recovered_nothing
     if recovery:
         described = f". {capitalized(described)}" if nothing else f" and {described}"
     before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)
@@ -217,7 +210,7 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     }
 
 
-def _stages(report: SavedReport) -> dict[str, tuple[list[str], list[list[str]]]]:
+def _stages(report: Report) -> dict[str, tuple[list[str], list[list[str]]]]:
     """The table of the stages of a gradual pruning."""
     head, lines = report.gradual.table() if report.gradual else ([], [])
     return {"Stages": (head, lines)} if lines else {}

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.reports.figures import MARKS, SCALES, WIDTH, Plot, bar_figure, heat_map, new_figure, plain_numbers
 from sparsellm.reports.measures import short_names, value_with_error
 from sparsellm.reports.training_plots import training_curves
-from sparsellm.runs.records import SavedBlock, SavedLayer, SavedReport
+from sparsellm.runs.report import Report
 from sparsellm.solvers.patterns import Unstructured
 
 if TYPE_CHECKING:
@@ -21,14 +22,14 @@ DIFFERENT = 0.001
 """The least difference of sparsities that is shown: equal patterns differ by less, since counts are rounded."""
 
 
-def run_plots(report: SavedReport) -> list[Plot]:
+def run_plots(report: Report) -> list[Plot]:
     """All plots of a run that its report has data for."""
     blocks = [block for block in report.blocks if block.layers]
     plots = [searched(report), *_layer_maps(blocks), convergence(blocks), training_curves(report), where_time_went(report)]
     return [plot for plot in plots if plot is not None]
 
 
-def at_bound(layers: Sequence[SavedLayer]) -> dict[str, str]:
+def at_bound(layers: Sequence[LayerResult]) -> dict[str, str]:
     """By name of a layer, "minimum" or "maximum" if its sparsity is at that bound of the allocation; empty if all are equal."""
     sparsities = {layer.name: layer.pattern.sparsity for layer in layers if isinstance(layer.pattern, Unstructured)}
     bounds = {name: choose(sparsities.values(), default=0.0) for name, choose in (("minimum", min), ("maximum", max))}
@@ -37,7 +38,7 @@ def at_bound(layers: Sequence[SavedLayer]) -> dict[str, str]:
     return {layer: name for layer, x in sparsities.items() for name, bound in bounds.items() if abs(x - bound) < DIFFERENT / 2}
 
 
-def searched(report: SavedReport) -> Plot | None:
+def searched(report: Report) -> Plot | None:
     """The curve of a search: perplexity or accuracy, on the first text or task, against the sparsity."""
     if (search := report.search) is None:
         return None
@@ -69,7 +70,7 @@ def searched(report: SavedReport) -> Plot | None:
     return Plot("search", "Search", text, ["sparsity", "effort", label, "met"], rows, figure)
 
 
-def _layer_maps(blocks: Sequence[SavedBlock]) -> Iterator[Plot]:
+def _layer_maps(blocks: Sequence[BlockResult]) -> Iterator[Plot]:
     """Heat maps of the error, and of the sparsity if it differs: a column for each block, a row for each kind of layer."""
     from matplotlib.colors import LogNorm, Normalize
 
@@ -86,7 +87,7 @@ def _layer_maps(blocks: Sequence[SavedBlock]) -> Iterator[Plot]:
 
 
 def _layer_map(
-    blocks: Sequence[SavedBlock], field: str, *, label: str, shown: Callable[[SavedLayer], str], norm: Normalize
+    blocks: Sequence[BlockResult], field: str, *, label: str, shown: Callable[[LayerResult], str], norm: Normalize
 ) -> Plot:
     """A heat map of one value of each layer, which `shown` writes as text; of the sparsity, with marks of the bounds."""
     scale, unit = (100, " %") if field == "sparsity" else (1, "")
@@ -109,7 +110,7 @@ def _layer_map(
     return Plot(f"{field}-map", title, text, ["block", *kinds], rows, figure)
 
 
-def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
+def convergence(blocks: Sequence[BlockResult]) -> Plot | None:
     """Error of the feed-forward parts after each step, and the objective of Algorithm 1; None if no part has two steps."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
@@ -154,7 +155,7 @@ def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
     return Plot("convergence", "Convergence", text, ["block", "step", *measures.values()], rows, figure)
 
 
-def where_time_went(report: SavedReport) -> Plot | None:
+def where_time_went(report: Report) -> Plot | None:
     """Seconds of each phase, and peak memory of the process; None if no phase was timed."""
     phases = sorted(((name, x) for name, x in report.seconds.items() if name != "total"), key=lambda phase: -phase[1])
     if not phases:

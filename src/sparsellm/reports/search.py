@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from sparsellm.checkpoints.loading import Checkpoint
@@ -16,17 +16,18 @@ from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pruning.journal import JOURNAL
 from sparsellm.reports.sweep_cells import Cell
 from sparsellm.reports.sweep_runner import CellFolder, run_cell
-from sparsellm.reports.target import HIGHEST, Point, Target, bound_note, outcome, packed_size, point_of, undecided_note
+from sparsellm.reports.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
 from sparsellm.runs.early_checks import check_inputs
 from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage, add_note
 from sparsellm.runs.export import Result, claimed
 from sparsellm.runs.fingerprint import DenseCache, environment, model_fingerprint
 from sparsellm.runs.inputs import SameInputs, run_inputs
 from sparsellm.runs.loading import OpenedModel, open_model
+from sparsellm.runs.output_folder import WORK
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import WORK, SavedReport
 from sparsellm.runs.report import Report
+from sparsellm.runs.results import Point, SearchResult
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
@@ -177,11 +178,10 @@ class _Searcher:
             return None  # an earlier process has seen it
 
         def save(result: Result) -> None:
-            saved = SavedReport.model_validate_json(result.report.to_json())
-            if (point := self._add(sparsity, self._recipe, saved)).met:
+            if (point := self._add(sparsity, self._recipe, result.report)).met:
                 if note := bound_note(point, self._target, self._grid):
                     add_note(note, result.report, self._observe)
-                result.report.search = {"target": str(self._target), "points": [asdict(point) for point in self._sorted()]}
+                result.report.search = SearchResult(str(self._target), tuple(self._sorted()))
                 self._observe(Stage(WRITING))
                 result.save_pretrained(self._output, overwrite=True)
 
@@ -211,14 +211,14 @@ class _Searcher:
         assert report is not None
         return self._add(sparsity, cell_folder.cell.recipe, report)
 
-    def _add(self, sparsity: float, recipe: Recipe, report: SavedReport) -> Point:
+    def _add(self, sparsity: float, recipe: Recipe, report: Report) -> Point:
         """Make a point from the report of a run. Raises TargetNotReached if the dense model itself misses the target."""
         for task in self._target.accuracy or ():
-            figure = report.tasks[task].pruned if task in report.tasks else None
+            figure = report.tasks.get(task, {}).get("pruned")
             if figure is None or not is_fraction(figure.metric):
                 raise InvalidSetting(f"`min_accuracy` names {task}, for which lm-eval computes no accuracy. Name another task.")
         size = self._sizes.get(sparsity)
-        dense = {task: x.dense for task, x in report.tasks.items() if x.dense}
+        dense = {task: x["dense"] for task, x in report.tasks.items() if "dense" in x}
         if size is None and not self._target.decide([], dense).met:
             figures = ", ".join(f"{x.value:.3g} on {task}" for task, x in dense.items())
             raise TargetNotReached(f"The dense model itself has not {self._target}: it has {figures}. Relax the target.")

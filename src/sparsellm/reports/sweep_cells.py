@@ -8,11 +8,10 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, FiniteFloat, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.result_records import Finite
 from sparsellm.solvers.patterns import parse_pattern
 
 
@@ -44,7 +43,7 @@ class Published(BaseModel, frozen=True):
 
     source: str
     measure: str
-    figures: tuple[tuple[dict[str, str], Finite], ...]
+    figures: tuple[tuple[dict[str, str], FiniteFloat], ...]
 
     def beside(self, labels: Mapping[str, str]) -> float | None:
         """The published value for a cell, or None."""

@@ -13,7 +13,7 @@ from sparsellm.reports.measures import BITS, Figure, capitalized, headlines, spo
 from sparsellm.reports.panels import DENSE, Lines, Point, line_figure
 from sparsellm.reports.sweep_cells import Cell, Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
-from sparsellm.runs.records import SavedReport
+from sparsellm.runs.report import Report
 from sparsellm.solvers.patterns import NM, parse_pattern
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _in_cell(figure: Figure | None) -> str:
     return "" if figure is None else "\n".join(filter(None, (figure.short, figure.change_text)))
 
 
-def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
+def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | None:
     """The mean error of the layers of each block, for every cell."""
     series = [
         (cell, {block.index: sum(x.error for x in block.layers) / len(block.layers) for block in report.blocks if block.layers})
@@ -222,7 +222,7 @@ def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, SavedReport]]) -> Plot 
     )
 
 
-def by_epoch(sweep: Sweep, reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
+def by_epoch(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | None:
     """The objective of Algorithm 1 after each epoch, relative to the first, mean over blocks."""
     series = []
     for cell, report in reports:

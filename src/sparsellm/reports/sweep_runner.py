@@ -11,14 +11,15 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
-from sparsellm.data.json_files import durable, strict_json
+from sparsellm.data.json_files import durable, read_record, strict_json
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.reports.sweep_cells import Cell, Sweep
 from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
@@ -28,13 +29,34 @@ from sparsellm.runs.inputs import OF_THE_MACHINE, Inputs, OtherContents, changed
 from sparsellm.runs.output_folder import SWEEP, is_sweep
 from sparsellm.runs.output_lock import refuse_links
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
+from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
 from sparsellm.runs.wording import worded
 from sparsellm.runs.workspace import work_directory
 
 CELLS = "cells"
 """Subfolder of a sweep with a folder for each cell."""
+
+
+@dataclass(frozen=True)
+class FinishedCell:
+    """The file of a finished cell."""
+
+    labels: dict[str, str]
+    report: Report
+
+
+@dataclass(frozen=True)
+class FailedCell:
+    """The file of a failed cell: the error in one line, its class, and where it was raised."""
+
+    labels: dict[str, str]
+    error: str
+    kind: str
+    traceback: str
+
+
+FINISHED, FAILED = TypeAdapter(FinishedCell).validate_python, TypeAdapter(FailedCell).validate_python
 
 State = Literal["finished", "failed", "at work", "open"]
 
@@ -50,7 +72,7 @@ class Outcome:
 
     cell: Cell
     state: State
-    report: SavedReport | None = None
+    report: Report | None = None
     error: str = ""
 
 
@@ -93,9 +115,9 @@ class CellFolder:
     def outcome(self) -> Outcome:
         """The current state of the cell."""
         if self.result.exists():
-            return Outcome(self.cell, "finished", read_record(self.result, FinishedCell, "finished cell of a sweep")[0].report)
+            return Outcome(self.cell, "finished", read_record(self.result, FINISHED, "finished cell of a sweep")[0].report)
         if self.failure.exists():
-            return Outcome(self.cell, "failed", error=read_record(self.failure, FailedCell, "failed cell of a sweep")[0].error)
+            return Outcome(self.cell, "failed", error=read_record(self.failure, FAILED, "failed cell of a sweep")[0].error)
         if not self.folder.exists():
             return Outcome(self.cell, "open")
         with self.taken() as acquired:
@@ -111,8 +133,8 @@ class CellFolder:
         """Write the error of the cell, which marks it as failed; returns the message in one line."""
         text = worded(" ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())]))
         trace = "".join(traceback.format_exception(error))
-        record = {"labels": dict(self.cell.labels), "error": text, "kind": type(error).__name__, "traceback": trace}
-        durable(self.failure, (strict_json(record) + "\n").encode())
+        record = FailedCell(dict(self.cell.labels), text, type(error).__name__, trace)
+        durable(self.failure, (strict_json(asdict(record)) + "\n").encode())
         return text
 
 
@@ -212,7 +234,7 @@ def read_outcomes(sweep: Sweep, folder: str | Path, only: Sequence[str] = ()) ->
 
 def saved_sweep(folder: str | Path) -> Sweep:
     """The sweep that was last run in a folder."""
-    return read_record(Path(folder) / SWEEP, Sweep, "sweep")[0]
+    return read_record(Path(folder) / SWEEP, Sweep.model_validate, "sweep")[0]
 
 
 def _run_sweep_cell(

@@ -13,12 +13,12 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import MEASURABLE, Difference
 from sparsellm.evaluation.measurements import Measurement
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.reports.measures import figure_of
 from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.preparation import make_plan
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import parse_size
-from sparsellm.runs.records import SavedReport
+from sparsellm.runs.report import Report
+from sparsellm.runs.results import Point
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.sparse.packed_tensors import estimated_bytes
@@ -113,52 +113,11 @@ class Decision:
     undecided: bool
 
 
-@dataclass(frozen=True)
-class Point:
-    """One sparsity of a search.
-
-    Attributes:
-        effort: Effort of the method sparsellm, or the name of another method.
-        met: Whether the target is met.
-        undecided: Whether that cannot be told, because the measurement is within its error of the target.
-        increase: Its largest relative increase over the texts; None if none was measured.
-        increase_error: Paired standard error of that increase; None if it is unknown.
-        size: Bytes of the packed weights; None unless the target is a size.
-    """
-
-    sparsity: float
-    effort: str
-    met: bool
-    perplexity: Mapping[str, float]
-    increase: float | None
-    accuracy: Mapping[str, float]
-    size: int | None
-    seconds: float
-    undecided: bool = False
-    increase_error: float | None = None
-
-    @property
-    def answer(self) -> str:
-        """Whether the target is met, for a table: "yes", "no" or "undecided"."""
-        return "undecided" if self.undecided else "yes" if self.met else "no"
-
-    @property
-    def increase_text(self) -> str:
-        """The increase with its error."""
-        return Difference(self.increase or 0.0, self.increase_error).short
-
-    def describe(self) -> str:
-        """The sparsity with what was measured of it."""
-        figures = [f"an accuracy of {value:.3g} on {task}" for task, value in self.accuracy.items()]
-        figures = figures or [f"a perplexity increase of {self.increase_text.removeprefix('+')}"]
-        return f"{Unstructured(self.sparsity)} has {', '.join(figures)}"
-
-
-def point_of(sparsity: float, effort: str, report: SavedReport, *, size: int | None, target: Target) -> Point:
+def point_of(sparsity: float, effort: str, report: Report, *, size: int | None, target: Target) -> Point:
     """What was measured at a sparsity, and whether it meets the target."""
-    perplexity = {text: x.pruned.value if x.pruned else math.inf for text, x in report.perplexity.items()}
-    accuracy = {task: x.pruned for task, x in report.tasks.items() if x.pruned}
-    changes = {text: figure_of(x).difference if x.pruned else None for text, x in report.perplexity.items() if x.dense}
+    perplexity = {text: x["pruned"].value if "pruned" in x else math.inf for text, x in report.perplexity.items()}
+    accuracy = {task: x["pruned"] for task, x in report.tasks.items() if "pruned" in x}
+    changes = {text: report.change(text) for text, x in report.perplexity.items() if "dense" in x}
     increases = {text: x.change if x else math.inf for text, x in changes.items()}
     largest = max(increases, key=lambda text: increases[text], default=None)
     change = None if largest is None else changes[largest]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 
 from sparsellm.errors import plural
+from sparsellm.methods import TrainingResult
 from sparsellm.reports.figures import SCALES, WIDTH, Plot, new_figure, plain_numbers
-from sparsellm.runs.records import WHOLE_MODEL, SavedReport
-from sparsellm.runs.result_records import SavedTraining
+from sparsellm.runs.report import Report
+from sparsellm.runs.training_outcome import WHOLE_MODEL
 
 
-def training_curves(report: SavedReport) -> Plot | None:
+def training_curves(report: Report) -> Plot | None:
     """The held-out and the training loss at each validation; None if nothing was trained."""
     from matplotlib import colormaps
 
-    trainings: dict[str, SavedTraining] = {WHOLE_MODEL: report.recovered} if report.recovered else {}
+    trainings: dict[str, TrainingResult] = {WHOLE_MODEL: report.recovered} if report.recovered else {}
     trainings |= {f"block {block.index}": block.refined for block in report.blocks if block.refined}
     if report.gradual:
         trainings = {

@@ -25,9 +25,9 @@ from sparsellm.methods.rounding import Scales
 from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.export import claimed
 from sparsellm.runs.exported import MAX_GROUP, rounded_to_export
+from sparsellm.runs.output_folder import CARD, SCALES_FILE
 from sparsellm.runs.packed_documents import Source, copy_files, read_checked
-from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
-from sparsellm.runs.records import CARD
+from sparsellm.runs.quantization_file import read_scales
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.quantization import Quantized, expand_groups
 

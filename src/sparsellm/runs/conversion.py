@@ -16,9 +16,9 @@ from sparsellm.data.json_files import durable, read_json, strict_json
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.runs.estimates import check_disk, free_disk
 from sparsellm.runs.export import raise_system_errors, set_default_permissions
+from sparsellm.runs.output_folder import REPORT, WORK
 from sparsellm.runs.output_lock import locked, replacing
 from sparsellm.runs.packed_documents import Source
-from sparsellm.runs.records import REPORT, WORK
 from sparsellm.runs.verification import proven
 
 FINISHED = "weights"

@@ -26,12 +26,11 @@ from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.runs.estimates import free_disk
 from sparsellm.runs.events import EventLog
-from sparsellm.runs.output_folder import check_writable, files_outside_work
+from sparsellm.runs.output_folder import ANEW, CARD, LOG, REPORT, WORK, check_writable, files_outside_work
 from sparsellm.runs.output_lock import first_link, locked, replacing
 from sparsellm.runs.outputs import foreign_file
 from sparsellm.runs.publication import Paths, clean_copies, clean_settings
 from sparsellm.runs.quantized_output import save_scales
-from sparsellm.runs.records import ANEW, CARD, LOG, REPORT, WORK
 from sparsellm.runs.report import Report
 from sparsellm.runs.verification import check_written, proven
 from sparsellm.runtime import collectives

@@ -10,9 +10,9 @@ from sparsellm.checkpoints.comparison import Tensors, compare
 from sparsellm.checkpoints.exported_files import ExportedEntry
 from sparsellm.checkpoints.headers import packed_entry
 from sparsellm.checkpoints.tensor_index import locations_of
+from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.outputs import Output, read_output
 from sparsellm.runs.quantization_file import quantized_tensors
-from sparsellm.runs.records import REPORT
 from sparsellm.solvers.quantization import Quantized, round_to_nearest
 
 MAX_GROUP = 128

@@ -26,9 +26,9 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.data.padding import token_digest
 from sparsellm.pruning.journal import JOURNAL, OF_RECIPE, Journal
 from sparsellm.runs.events import Note, Observer
+from sparsellm.runs.output_folder import ANEW, LOG
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import RULES
-from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import sparsegpt
 

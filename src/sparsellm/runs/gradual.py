@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsellm.data.json_files import finite
 from sparsellm.data.paths import local_path
 from sparsellm.errors import CannotResume, InvalidSetting
 from sparsellm.runs.export import check_output
@@ -22,11 +21,10 @@ from sparsellm.runs.quantization_file import read_scales
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RecipeFields, RunFields
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import WHOLE_MODEL
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.report import Report
-from sparsellm.runs.result_records import WHEN
+from sparsellm.runs.report import PrunedReport, Report
+from sparsellm.runs.results import STAGE_STATES, GradualResult, StageResult
 from sparsellm.solvers.patterns import Unstructured, parse_pattern
 
 STAGES, MOST_STAGES = 4, 999
@@ -119,15 +117,16 @@ class GradualPruning:
 
     def _check_same(self, folder: Path, recipe: RecoveryRecipe) -> None:
         """Raise CannotResume unless a finished stage was written by this run."""
-        content = read_output(folder).content
+        report = read_output(folder).report
         local = {"pruned"} if recipe.has_teacher else {"pruned", "model"}  # this folder's own, which is removed
         expected = Paths(recipe).without(recipe).model_dump(mode="json", exclude={*NOT_DECISIVE, *local})
         number = self.stages.index(folder)
         expected |= {"pruned checkpoint": self.digest, "from": str(self.start), "to": str(self.sparsities[-1])}
         expected |= {"stages": [str(sparsity) for sparsity in self.sparsities[: number + 1]]}
-        gradual = content.get("gradual") or {"stages": []}
-        stored = content["recipe"] | {name: gradual.get(name) for name in ("from", "to")}
-        stored |= {"pruned checkpoint": gradual.get("digest"), "stages": [stage["sparsity"] for stage in gradual["stages"]]}
+        stored = report.recipe.model_dump(mode="json")
+        if gradual := report.gradual:
+            stored |= {"pruned checkpoint": gradual.digest, "from": gradual.start, "to": gradual.to}
+            stored |= {"stages": [stage.sparsity for stage in gradual.stages]}
         for name, value in expected.items():
             if stored.get(name) != value:
                 entry = name if name == "pruned checkpoint" else f"`{name}`"
@@ -135,7 +134,7 @@ class GradualPruning:
                     f"{folder} is a stage of another run: {entry} was {stored.get(name)!r}, now {value!r}. "
                     "Pass the original settings, or `restart=True`."
                 )
-        if difference := changed_input(content.get("inputs", {}), Paths(recipe).without(current_inputs(recipe))):
+        if difference := changed_input(report.inputs, Paths(recipe).without(current_inputs(recipe))):
             raise CannotResume(f"{folder} is a stage of another run: {difference}. Put the files back, or pass `restart=True`.")
 
     def record(self, folder: Path, report: Report) -> None:
@@ -143,24 +142,25 @@ class GradualPruning:
         if folder not in self.stages:
             return
         number = self.stages.index(folder)
-        earlier = read_output(self.stages[number - 1]).content["gradual"]["stages"] if number else []
-        trainings = {WHOLE_MODEL: report.recovered} | {f"block {x.index}": x.refined for x in report.blocks}
+        gradual = read_output(self.stages[number - 1]).report.gradual if number else None
+        pairs = {text: (report.before(text), x.get("pruned")) for text, x in report.perplexity.items()}
         measured = {
-            text: zip(WHEN, (report.before(text), x.get("pruned")), strict=True) for text, x in report.perplexity.items()
+            text: {state: x for state, x in zip(STAGE_STATES, pair, strict=True) if x is not None}
+            for text, pair in pairs.items()
         }
-        stage = {
-            "sparsity": str(self.sparsities[number]),
-            "perplexity": {text: {when: asdict(x) for when, x in pairs if x} for text, pairs in measured.items()},
-            "training": {name: asdict(training) for name, training in trainings.items() if training},
-            "seconds": report.seconds["total"] + (report.pruned or {})["seconds"]["total"],
-        }
-        report.gradual = {
-            "pruned": self.recipe.pruned,
-            "digest": self.digest,
-            "from": str(self.start),
-            "to": str(self.sparsities[-1]),
-            "stages": [*earlier, finite(stage)],
-        }
+        stage = StageResult(
+            sparsity=str(self.sparsities[number]),
+            perplexity=measured,
+            training=report.trainings,
+            seconds=report.seconds["total"] + (report.pruned.seconds["total"] if report.pruned else 0.0),
+        )
+        report.gradual = GradualResult(
+            self.recipe.pruned,
+            self.digest,
+            start=str(self.start),
+            to=str(self.sparsities[-1]),
+            stages=(*(gradual.stages if gradual else ()), stage),
+        )
 
     def remove_input(self, folder: Path) -> None:
         """Remove the pruned checkpoint of a stage, once it is recovered."""
@@ -258,11 +258,12 @@ def _runs(
 
 def _pruning_settings(recipe: RecoveryRecipe, finished: Output) -> dict[str, Any]:
     """Settings of the pruning runs: the method of the run that pruned the checkpoint, data and machine of the recovery."""
-    content: Mapping[str, Any] = finished.content
-    while "pruned" in content["recipe"]:  # a recovery's
-        content = content["pruned"]
+    report: Report | PrunedReport = finished.report
+    while report.pruned:
+        report = report.pruned
     left_out = {*RunFields.model_fields, *OF_STAGE}
-    settings = {name: x for name, x in content["recipe"].items() if name in RecipeFields.model_fields and name not in left_out}
+    fields = report.recipe.model_dump(mode="json")
+    settings = {name: x for name, x in fields.items() if name in RecipeFields.model_fields and name not in left_out}
     if str(settings.get("allocation")).endswith((".yaml", ".yml")):
         raise InvalidSetting(
             f"{recipe.pruned} was pruned with the sparsities of a file, `allocation` {settings['allocation']}, and gradual "

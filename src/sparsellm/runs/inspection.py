@@ -18,8 +18,9 @@ from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import StoredPattern
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.runs.loading import open_source
+from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.quantization_file import quantized_tensors
-from sparsellm.runs.records import REPORT, load_report
+from sparsellm.runs.report import load_report
 from sparsellm.runs.stored_layers import stored_layers
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern

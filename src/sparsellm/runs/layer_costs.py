@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,7 +21,6 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.events import LAYERS, Note, Observer, phase
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.records import SavedLayer
 from sparsellm.runs.report import Report
 from sparsellm.runtime import collectives
 
@@ -55,15 +53,12 @@ class DenseOutputs:
     outputs: Sequence[Tensor]
 
 
-AnyLayer = TypeVar("AnyLayer", bound=LayerResult | SavedLayer)
-
-
-def worst_layers(layers: Sequence[AnyLayer]) -> list[AnyLayer]:
+def worst_layers(layers: Sequence[LayerResult]) -> list[LayerResult]:
     """The layers with the largest `predicted_kl`, in that order; none if it was not computed."""
     return sorted((x for x in layers if x.predicted_kl is not None), key=lambda x: -(x.predicted_kl or 0))[:WORST]
 
 
-def worst_layers_table(layers: Sequence[LayerResult | SavedLayer], recipe: RunRecipe) -> tuple[list[str], list[list[str]]]:
+def worst_layers_table(layers: Sequence[LayerResult], recipe: RunRecipe) -> tuple[list[str], list[list[str]]]:
     """Head and lines of the table of the layers that cost most, in nats per token; no lines if they are not known.
 
     They are those that were measured, the costliest first. Predictions take their place only where they hold: for methods that

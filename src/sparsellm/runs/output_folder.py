@@ -16,6 +16,19 @@ from sparsellm.runs.output_lock import aside, recover_output
 REPORT = "sparsellm.json"
 """Name of the report file beside the weights."""
 
+CARD = "README.md"
+"""The model card, which users may edit."""
+
+LOG = "sparsellm-log.jsonl"
+"""Name of the log file, in the work folder and in the output."""
+
+SCALES_FILE = "quantization.scales"
+"""The scales of rounded weights. It has the format of safetensors, but another suffix: vLLM takes every file with that suffix
+for weights."""
+
+ANEW = (CARD, REPORT, SCALES_FILE)
+"""Files of a model that everything made from it has in a form of its own."""
+
 SWEEP = "sweep.json"
 """Name of the file that makes a folder that of a sweep."""
 

@@ -10,9 +10,9 @@ from typing import Any
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.data.json_files import is_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.runs.output_folder import check_finished, check_report, folder_path
-from sparsellm.runs.records import REPORT, SavedDigests, SavedReport, read_record
-from sparsellm.runs.result_records import SavedTotals
+from sparsellm.runs.output_folder import REPORT, check_finished, check_report, folder_path
+from sparsellm.runs.report import Digests, Report, read_report
+from sparsellm.runs.results import Totals
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Output:
     """
 
     folder: Path
-    report: SavedReport
-    digests: SavedDigests
+    report: Report
+    digests: Digests
     content: Mapping[str, Any]
 
     def repeats(self, other: Output) -> bool:
@@ -45,7 +45,7 @@ def read_output(folder: Path) -> Output:
     """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
     file = folder / REPORT
     check_report(folder)
-    report, content = read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)
+    report, content = read_report(file)
     if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
     if foreign := [name for name in report.files if not _is_within(folder, name)]:
@@ -83,7 +83,7 @@ def dtype_changed_before(folder: Path | None) -> bool:
     return folder is not None and (folder / REPORT).is_file() and read_output(folder).report.dtype_changed
 
 
-def totals_before(folder: Path | None) -> SavedTotals | None:
+def totals_before(folder: Path | None) -> Totals | None:
     """The totals of the run that wrote a model, as its report says; None for other models."""
     return None if folder is None or not (folder / REPORT).is_file() else read_output(folder).report.totals
 

@@ -9,9 +9,9 @@ from pathlib import Path, PurePath
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.data.json_files import durable, strict_json
 from sparsellm.errors import InvalidSetting, VerificationFailed
+from sparsellm.runs.output_folder import CARD, REPORT
 from sparsellm.runs.outputs import Output, read_finished
-from sparsellm.runs.packed_documents import Packed
-from sparsellm.runs.records import CARD, REPORT
+from sparsellm.runs.packed_sizes import Packed
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 

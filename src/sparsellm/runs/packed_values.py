@@ -13,8 +13,9 @@ from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.runs.loading import open_source
+from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runs.packed_documents import Source
-from sparsellm.runs.quantization_file import SCALES_FILE, check_unrounded, read_scales
+from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.solvers.quantization import check_format, default_group_size, round_to_nearest
 from sparsellm.sparse.quantization import QuantizedBitmask, exact_form
 

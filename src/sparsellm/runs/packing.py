@@ -20,14 +20,14 @@ from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFaile
 from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.differences import shape_difference
 from sparsellm.runs.export import check_output, claimed
-from sparsellm.runs.output_folder import is_finished
+from sparsellm.runs.output_folder import CARD, is_finished
 from sparsellm.runs.outputs import read_output
 from sparsellm.runs.packed_card import dense_card, packed_card
-from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, read_checked, report_of
+from sparsellm.runs.packed_documents import Source, copy_files, matrix_sizes, read_checked, report_of
+from sparsellm.runs.packed_sizes import Packed, Unpacked
 from sparsellm.runs.packed_values import Values, check_plain, values_of
 from sparsellm.runs.quantization_file import stamp, stored_scales, write_scales
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.records import CARD
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.sparse.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
@@ -166,7 +166,7 @@ def pack(
             sizes = matrix_sizes(written, digests, positive_zeros=positive_zeros)
             before, after = (sum(file.stat().st_size for file in files) for files in (source.files, written))
             skipped = tuple(copy_files(source, work).noted)
-            result = Packed(str(packed), form, before, after, sizes, skipped, rounded=values is not None)
+            result = Packed(form, before, after, sizes, skipped, rounded=values is not None, output=str(packed))
             quantization = {"quant_method": METHOD, "version": VERSION, "form": form}
             write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             if (card := source.folder / CARD).is_file():

@@ -25,12 +25,12 @@ from sparsellm.recovery.block_training import windows_a_step
 from sparsellm.runs.events import Note, Observer, add_note
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names
+from sparsellm.runs.output_folder import ANEW, LOG
 from sparsellm.runs.outputs import dtype_changed_before, totals_before
 from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recipe_methods import method_of
-from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
 from sparsellm.runs.token_sequences import check_tokens, more_text, read_tokens, window_length

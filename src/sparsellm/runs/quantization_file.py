@@ -20,12 +20,10 @@ from sparsellm.checkpoints.tensor_index import Stored, TensorLocation, locations
 from sparsellm.data.json_files import durable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.methods.rounding import IntegerValues, Scales
+from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.quantization import check_format
 from sparsellm.sparse.quantized_encoding import decode_scales
-
-SCALES_FILE = "quantization.scales"
-"""Its name. It has the format of safetensors, but another suffix: vLLM takes every file with that suffix for weights."""
 
 _METADATA = "sparsellm"
 _SUFFIX = "_scale"

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from sparsellm.data.json_files import Unreadable, check_value, is_path
+from sparsellm.data.json_files import Unreadable, check_value, is_path, read_record
 from sparsellm.data.paths import local_path
 from sparsellm.data.yaml_files import read_mapping
-from sparsellm.errors import InvalidSetting, nearest, printable
+from sparsellm.errors import BadCheckpoint, InvalidSetting, nearest, printable
+from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.publication import is_file, local_files
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS, is_object
 from sparsellm.runs.removed import replacement, without_removed
 
 Kind = TypeVar("Kind", bound=RunRecipe)
+
+
+@dataclass(frozen=True)
+class HasRecipe:
+    """The entry of a report that a recipe is read from."""
+
+    recipe: dict[str, Any]
+
+
+SAVED = TypeAdapter(HasRecipe).validate_python
 
 
 def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None, kind: type[Recipe] = Recipe) -> Recipe:
@@ -133,10 +145,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def _recipe_in_report(path: Path) -> dict[str, Any]:
-    """The recipe in a report."""
-    from sparsellm.runs.records import load_report  # imports torch, which a recipe in YAML does without
-
-    return load_report(path).recipe
+    """The fields of the recipe in a report."""
+    return read_record(path / REPORT if path.is_dir() else path, SAVED, "report of a run", refusal=BadCheckpoint)[0].recipe
 
 
 def _is_report(path: Path) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsellm.activations.walk import Activations
@@ -18,7 +17,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed
-from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
+from sparsellm.methods import EpochResult, LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
@@ -35,6 +34,7 @@ from sparsellm.runs.publication import Paths
 from sparsellm.runs.quantized_output import layer_scales
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.report import PrunedReport
 from sparsellm.runs.verification import verify
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 
 RATE = 3e-4
 """Initial learning rate for one block; small, since the pruned weights are near the block's optimum."""
-
-KEPT = ("recipe", "resolved", "environment", "calibration", "perplexity", "tasks", "notes", "seconds", "recovered", "pruned")
-"""Entries of the pruned checkpoint's report that the report of the recovery repeats."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +138,12 @@ def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
     """
     finished = read_finished(settings["pruned"])
     recipe = validated(RecoveryRecipe, {**settings, "model": settings.get("model") or settings["pruned"]})
-    return recipe.model_copy(update={"dtype": finished.report.recipe.get("dtype", "auto")})
+    return recipe.model_copy(update={"dtype": finished.report.recipe.dtype})
 
 
 def recovery_plan(
     recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel, *, verified: bool = True
-) -> tuple[BlockRecovery, Plan, dict[str, Any]]:
+) -> tuple[BlockRecovery, Plan, PrunedReport]:
     """Verify the pruned checkpoint, and plan its recovery.
 
     Args:
@@ -179,7 +176,7 @@ def recovery_plan(
         _check_dense(recipe, output, source)
     if verified:
         verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
-    blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
+    blocks = output.report.blocks
     plan = {layer.name: layer.pattern for block in blocks for layer in block.layers}
     scales = _trainable_scales(recipe, output.folder, pruned.skeleton(), plan)
     rank = recipe.lora_rank if recipe.train == "lora" else None
@@ -194,8 +191,8 @@ def recovery_plan(
         outside=tuple(sorted(output.report.changed_outside)),
         stamps=pruned.stamps,
     )
-    kept = {name: output.content[name] for name in KEPT if name in output.content} | {"digest": output.digests.report}
-    return method, plan, kept
+    kept = {field.name: getattr(output.report, field.name) for field in fields(PrunedReport) if field.name != "digest"}
+    return method, plan, PrunedReport(**kept, digest=output.digests.report)
 
 
 def _trainable_scales(recipe: RecoveryRecipe, folder: Path, skeleton: PreTrainedModel, plan: Plan) -> dict[str, Scales]:

@@ -45,10 +45,10 @@ from sparsellm.runs.inputs import Inputs
 from sparsellm.runs.layer_costs import dense_outputs, measure_layers
 from sparsellm.runs.loading import Placement, check_runs, load, open_model
 from sparsellm.runs.measuring import measure_checkpoint, measure_into
+from sparsellm.runs.output_folder import ANEW, LOG
 from sparsellm.runs.outputs import changed_before
 from sparsellm.runs.preparation import Prepared, make_plan, prepare
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
@@ -119,7 +119,7 @@ def _run(
             method, plan = make_plan(recipe, opened)
         report.origin = opened.source.origin()
         if isinstance(recipe, RecoveryRecipe) and not recipe.has_teacher and report.pruned:
-            report.origin = replace(report.origin, name=report.pruned["recipe"]["model"], hub=False)
+            report.origin = replace(report.origin, name=report.pruned.recipe.model, hub=False)
     with phase(READING_TEXTS, report, observer):
         ready = prepare(opened, method, plan, report=report, observer=observer, given=given, shared=shared)
     report.environment = environment(ready.device)
@@ -137,8 +137,8 @@ def _run(
         )
     report.seconds["total"] = time.perf_counter() - started
     report.parameters, report.zeros = loaded.weights.size()
-    report.peak_memory = peak_memory()
-    observer(Ended(report.totals(), report.seconds["total"]))
+    report.peak_memory_bytes = peak_memory()
+    observer(Ended(report.totals.to_dict(), report.seconds["total"]))
     return _result(loaded, ready, report=report, log=log)
 
 

@@ -16,10 +16,9 @@ from sparsellm.runs.export import check_output
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.gradual import GradualPruning
 from sparsellm.runs.inputs import Inputs, SameInputs, check_kept
-from sparsellm.runs.output_folder import is_finished
+from sparsellm.runs.output_folder import WORK, is_finished
 from sparsellm.runs.output_lock import locked, recover_output, refuse_links, remove
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run

@@ -54,12 +54,12 @@ from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recipe_methods import integer_values
-from sparsellm.runs.records import TRAINING_STATE, WHOLE_MODEL
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.training import model_step, model_written, trains_outside
-from sparsellm.runs.training_outcome import why_unchanged
+from sparsellm.runs.training_outcome import WHOLE_MODEL, why_unchanged
+from sparsellm.runs.workspace import TRAINING_STATE
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import count_zeros
 

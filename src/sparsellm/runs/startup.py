@@ -60,7 +60,7 @@ def start_run(
     if is_identified:
         identity = fingerprint(recipe, ready.source, windows=ready.windows, environment=report.environment)
         if report.pruned:
-            identity["pruned checkpoint"] = report.pruned["digest"]
+            identity["pruned checkpoint"] = report.pruned.digest
         check_alike(identity)
         journal = work.begin(identity) if work else None
     if journal and journal.lost:

@@ -17,8 +17,8 @@ from sparsellm.checkpoints.opening import OpenedFiles, open_files, open_folder
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.models.architectures import ARCHITECTURES
+from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.outputs import Output, read_output
-from sparsellm.runs.records import REPORT
 
 
 def stored_layers(name: str) -> tuple[Path, dict[str, str]] | None:
@@ -72,7 +72,7 @@ def _is_as_written(opened: OpenedFiles, output: Output) -> bool:
     recorded = {key: {name: x.get(name) for name in ("dtype", "shape")} for key, x in digests.tensors.items()}
     return (
         report.environment.get("transformers") == version("transformers")
-        and CONFIG in report.inputs.get(str(report.recipe.get("model")), {})
+        and CONFIG in report.inputs.get(report.recipe.model, {})
         and report_digest(output.content) == digests.report
         and all(file_digest(opened.folder / name) == digests.files.get(name) for name in read)
         and shapes == recorded

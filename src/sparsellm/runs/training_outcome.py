@@ -2,89 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from sparsellm.errors import plural
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.result_records import SavedGradual
-from sparsellm.runs.zeros_before import Counted, describe_pruning
 
 if TYPE_CHECKING:
+    from sparsellm.methods import TrainingResult
     from sparsellm.runs.recipe import RunRecipe
+    from sparsellm.runs.results import GradualResult
 
 WHOLE_MODEL = "whole model"
 """Name of the training of the whole model, beside those of blocks."""
 
 
-class Point(Protocol):
-    """A validation: a `CurvePoint`, or a `SavedValidation`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def held_out(self) -> float: ...
-
-
-class Training(Protocol):
-    """A `TrainingResult`, or a `SavedTraining`."""
-
-    @property
-    def before(self) -> float: ...
-    @property
-    def after(self) -> float: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def curve(self) -> Sequence[Point]: ...
-
-
-class TrainedBlock(Protocol):
-    """A `BlockResult`, or a `SavedBlock`."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def refined(self) -> Training | None: ...
-
-
-class Trained(Counted, Protocol):
-    """A `Report`, or a `SavedReport`."""
-
-    @property
-    def recovered(self) -> Training | None: ...
-    @property
-    def blocks(self) -> Sequence[TrainedBlock]: ...
-    @property
-    def gradual(self) -> SavedGradual | Mapping[str, Any] | None: ...
-
-
-def read_gradual(report: Trained) -> SavedGradual | None:
-    """The stages of a gradual pruning, which a `Report` has as plain data; None for any other run."""
-    return SavedGradual.model_validate(report.gradual) if report.gradual else None
-
-
-def trainings(report: Trained) -> dict[str, Training]:
-    """The trainings of a run, of the whole model or of blocks, by their names; of a gradual pruning those of all its stages."""
-    if gradual := read_gradual(report):
-        return {f"{stage.sparsity}, {name}": x for stage in gradual.stages for name, x in stage.training.items()}
-    found = {WHOLE_MODEL: report.recovered} | {f"block {block.index}": block.refined for block in report.blocks}
-    return {name: training for name, training in found.items() if training is not None}
-
-
-def changed_nothing(found: Mapping[str, Training]) -> bool:
+def changed_nothing(found: Mapping[str, TrainingResult]) -> bool:
     """Whether trainings were tried, and none of them has a step that lowered its loss: the weights are unchanged."""
     return bool(found) and not any(training.steps for training in found.values())
 
 
-def describe_outcome(recipe: RunRecipe, report: Trained) -> str:
-    """Describe a run in one line, as its recipe does; a recovery by what it did."""
-    found = trainings(report)
-    if not isinstance(recipe, RecoveryRecipe) or not found:
-        return describe_pruning(recipe, report)
+def describe_recovery(recipe: RecoveryRecipe, found: Mapping[str, TrainingResult], gradual: GradualResult | None) -> str:
+    """Describe a recovery in one line by what it did.
+
+    Args:
+        found: Its trainings by name; of a gradual pruning those of all stages.
+    """
+    if not found:
+        return recipe.describe()
     after = ""
-    if gradual := read_gradual(report):
+    if gradual:
         recipe, after = recipe.model_copy(update={"pruned": gradual.pruned}), f", {gradual.describe()}"
     if changed_nothing(found):
         none = f"none of {recipe.describe_steps()} lowered the held-out loss"
@@ -97,7 +45,7 @@ def describe_outcome(recipe: RunRecipe, report: Trained) -> str:
     return recipe.describe() + kept
 
 
-def describe_losses(training: Training) -> str:
+def describe_losses(training: TrainingResult) -> str:
     """The held-out loss before and after the training of the whole model, in a sentence; empty if there was no training."""
     if not training.curve:
         return ""
@@ -108,7 +56,7 @@ def describe_losses(training: Training) -> str:
     return f"Held-out loss: {training.before:.4g} before training, {training.after:.4g} after step {steps}, which is kept."
 
 
-def why_unchanged(training: Training, recipe: RunRecipe) -> str:
+def why_unchanged(training: TrainingResult, recipe: RunRecipe) -> str:
     """Why no step of a training of the whole model lowered its loss, and what to change."""
     _, first, *_ = training.curve
     best = min(point.held_out for point in training.curve[1:])

@@ -31,9 +31,9 @@ from sparsellm.methods import LayerResult
 from sparsellm.runs.differences import raise_if_any, shape_difference, tensor_differences
 from sparsellm.runs.exported import export_differences, is_exported_from
 from sparsellm.runs.loading import open_source
+from sparsellm.runs.output_folder import CARD, REPORT
 from sparsellm.runs.outputs import Output, read_finished
 from sparsellm.runs.quantization_file import quantized_tensors
-from sparsellm.runs.records import CARD, REPORT, SavedLayer
 from sparsellm.runs.report import Report
 from sparsellm.solvers.linalg import count_zeros
 
@@ -227,7 +227,7 @@ def _file_differences(output: Output) -> list[str]:
     return differences + [f"{name} was not written by the run" for name in loaded if name not in listed | digested]
 
 
-def _are_stored_as_reported(folder: Path, layers: Mapping[str, SavedLayer]) -> bool:
+def _are_stored_as_reported(folder: Path, layers: Mapping[str, LayerResult]) -> bool:
     """Whether each pruned layer is a tensor of its own, under the layer's name, and as the report says.
 
     If not, only the model's class can tell where a layer is stored: in a fused tensor, under another name, or transposed. To
@@ -246,7 +246,7 @@ def _layer_differences(
     tensors: Tensors,
     dense: Tensors | None,
     *,
-    layers: Mapping[str, LayerResult | SavedLayer],
+    layers: Mapping[str, LayerResult],
     changed: set[str],
 ) -> tuple[list[str], list[str]]:
     """Differences between pruned layers and their report, and between other tensors and the dense model's, if given.
@@ -289,7 +289,7 @@ def _layer_differences(
     return differences, converted
 
 
-def _layer_difference(weight: Tensor, expected: LayerResult | SavedLayer, *, rounded: bool) -> list[str]:
+def _layer_difference(weight: Tensor, expected: LayerResult, *, rounded: bool) -> list[str]:
     """How a pruned layer differs from its report; empty if it does not. More weights may be 0 if it was rounded since."""
     zeros = count_zeros(weight)
     if (zeros == expected.zeros or (rounded and zeros > expected.zeros)) and expected.pattern.holds(weight):

@@ -12,9 +12,13 @@ from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.data.paths import local_path
 from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.runs.output_folder import REPORT, WORK
 from sparsellm.runs.output_lock import LOCK, locked, refuse_links, remove
-from sparsellm.runs.records import REPORT, TRAINING_STATE, WHOLE_MODEL, WORK
+from sparsellm.runs.training_outcome import WHOLE_MODEL
 from sparsellm.runtime import collectives
+
+TRAINING_STATE = "training"
+"""Name under which the journal of a run has the state of its training."""
 
 
 class WorkDirectory:

@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from sparsellm.errors import plural
 from sparsellm.methods import BlockMethod, LayerResult
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.result_records import SavedTotals
+from sparsellm.runs.results import Totals
 
 NOTABLE = 0.01
 """Least fraction of zeros before a run that is reported. Some weights of models that were never pruned are zero by chance."""
 
 
-class Counted(Protocol):
-    """A `Report`, or a `SavedReport`."""
-
-    @property
-    def sparsity(self) -> float: ...
-    @property
-    def sparsity_before(self) -> float: ...
-
-
-def describe_pruning(recipe: RunRecipe, report: Counted) -> str:
+def describe_pruning(recipe: Recipe, totals: Totals) -> str:
     """Describe a pruning run in one line, as its recipe does, or by the zeros before and after it if there were any before."""
-    if isinstance(recipe, Recipe) and (zeros := counts(report)):
-        return f"{recipe.describe('to be zero')}; {zeros}"
-    return recipe.describe()
+    zeros = counts(totals)
+    return f"{recipe.describe('to be zero')}; {zeros}" if zeros else recipe.describe()
 
 
-def counts(report: Counted) -> str:
+def counts(totals: Totals) -> str:
     """The zeros of the pruned layers before and after a run, in part of a sentence; empty if there were none before."""
-    if report.sparsity_before < NOTABLE:
-        return ""
-    return f"{100 * report.sparsity_before:.2f} % were zero before and {100 * report.sparsity:.2f} % are now"
+    before, after = (100 * x for x in (totals.sparsity_before, totals.sparsity_of_pruned_layers))
+    return f"{before:.2f} % were zero before and {after:.2f} % are now" if totals.sparsity_before >= NOTABLE else ""
 
 
-def note_before(recipe: RunRecipe, totals: SavedTotals | None) -> Iterator[str]:
+def note_before(recipe: RunRecipe, totals: Totals | None) -> Iterator[str]:
     """What is to be known before a run on a model that another run has pruned, from the totals of that one's report."""
     if not isinstance(recipe, Recipe) or totals is None:
         return
@@ -46,9 +34,9 @@ def note_before(recipe: RunRecipe, totals: SavedTotals | None) -> Iterator[str]:
         yield f"{recipe.model} is pruned already: {share} of the weights in {layers} are zero. {advice}"
 
 
-def note_after(recipe: RunRecipe, report: Counted) -> Iterator[str]:
+def note_after(recipe: RunRecipe, totals: Totals) -> Iterator[str]:
     """What became of zeros that a model had before its pruning, unless they were kept and others added, as was asked for."""
-    if isinstance(recipe, Recipe) and (zeros := counts(report)) and (advice := _advice(recipe, report.sparsity_before)):
+    if isinstance(recipe, Recipe) and (zeros := counts(totals)) and (advice := _advice(recipe, totals.sparsity_before)):
         yield f"of the weights in the pruned layers {zeros}. {advice}"
 
 

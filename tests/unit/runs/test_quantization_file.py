@@ -7,7 +7,8 @@ from safetensors.torch import save_file
 
 from sparsellm.errors import BadCheckpoint
 from sparsellm.methods.rounding import Scales
-from sparsellm.runs.quantization_file import SCALES_FILE, read_scales, write_scales
+from sparsellm.runs.output_folder import SCALES_FILE
+from sparsellm.runs.quantization_file import read_scales, write_scales
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

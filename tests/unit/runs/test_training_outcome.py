@@ -16,10 +16,11 @@ from sparsellm.reports.compare import ComparedRun
 from sparsellm.reports.measures import capitalized
 from sparsellm.reports.page import verdict
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.records import SavedReport
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.training_outcome import describe_losses, describe_outcome, why_unchanged
+from sparsellm.runs.results import STAGE_STATES, GradualResult, StageResult
+from sparsellm.runs.training_outcome import describe_losses, why_unchanged
+from tests.made_up import perplexity
 
 UNTRAINED = TrainingResult(0.0, 0.0, 0, "not refined: there is only one group of sequences, and none can be held out")
 
@@ -49,17 +50,17 @@ def test_a_recovery_is_described_by_what_it_did(tmp_path: Path) -> None:
     """0.029 before 30 steps and 0.054 at best after them is no recovery, of the whole model and of blocks."""
     recipe = recovery(tmp_path)
     steps = "30 gradient steps over the whole model"
-    assert describe_outcome(recipe, report_of(recipe, recovered=FALLEN)) == f"recovered from p50 by {steps}"
+    assert report_of(recipe, recovered=FALLEN).describe() == f"recovered from p50 by {steps}"
     none = f"nothing was recovered from p50: none of {steps} lowered the held-out loss"
     for result in (RISEN, UNTRAINED):
         report = report_of(recipe, recovered=result)
-        assert describe_outcome(recipe, report) == none
+        assert report.describe() == none
         assert report.summary()["model"] == f"m, pruned; {none}"
     assert report_of(recipe, recovered=FALLEN).summary()["model"].startswith("m, pruned and recovered from p50 by")
     blocks = recovery(tmp_path, scope="block")
-    said = describe_outcome(blocks, report_of(blocks, RISEN, RISEN))
+    said = report_of(blocks, RISEN, RISEN).describe()
     assert said == "nothing was recovered from p50: none of 30 gradient steps over each block lowered the held-out loss"
-    said = describe_outcome(blocks, report_of(blocks, RISEN, FALLEN, FALLEN))
+    said = report_of(blocks, RISEN, FALLEN, FALLEN).describe()
     assert said.endswith("over each block, 1 of 3 blocks unchanged, since no step lowered the loss")
     (warning,) = report_of(blocks, RISEN, FALLEN).warnings(None)
     assert warning.startswith("no step lowered the held-out loss of 1 of 2 blocks, b.0 first: the weights there are unchanged.")
@@ -89,15 +90,14 @@ def test_the_reason_comes_with_the_option_to_change(tmp_path: Path) -> None:
 
 def gradual(tmp_path: Path, *steps: int, **settings: Any) -> Report:
     """A report of stages of a gradual pruning, whose trainings kept the state after these steps."""
-    losses, perplexity = {"before": 0.1, "after": 0.1}, {"value": 9.0, "standard_error": 0.5}
-    measured = {"demo": {"pruned": perplexity, "recovered": perplexity}}
+    measured = {"demo": {state: perplexity(9.0, 0.5) for state in STAGE_STATES}}
     stages = [
-        {"sparsity": f"{number}0%", "perplexity": measured, "training": {"whole model": losses | {"steps": kept}}}
+        StageResult(f"{number}0%", measured, {"whole model": TrainingResult(0.1, 0.1, kept)})
         for number, kept in enumerate(steps, 6)
     ]
     last = report_of(recovery(tmp_path, **settings), recovered=TrainingResult(0.1, 0.1, steps[-1]))
     last.environment, last.seconds = {"sparsellm": "1"}, {"total": 1.0}
-    last.gradual = {"pruned": "p40", "from": "40%", "to": "80%", "stages": stages}
+    last.gradual = GradualResult("p40", "0", "40%", "80%", tuple(stages))
     return last
 
 
@@ -122,7 +122,7 @@ def test_a_gradual_pruning_is_described_by_what_its_stages_did(steps: tuple[int,
     """It recovered nothing where none of its stages did, not where only the last one did not, and so say all who tell it."""
     report = gradual(tmp_path, *steps)
     said = said.format("30 gradient steps over the whole model")
-    assert describe_outcome(report.recipe, report) == said
+    assert report.describe() == said
     nothing = not any(steps)
     assert report.recovered_nothing == nothing
     assert report.summary()["model"] == f"m, {'pruned; ' if nothing else 'pruned and '}{said}"
@@ -133,7 +133,7 @@ def test_a_gradual_pruning_is_described_by_what_its_stages_did(steps: tuple[int,
     assert said in card
     assert "| 60% | demo | 9.0" in card
     assert "which was recovered" not in card
-    saved = SavedReport.model_validate(json.loads(report.to_json()))
+    saved = Report.from_dict(json.loads(report.to_json()))
     assert ("nothing was recovered" in verdict(saved, verified=True)) == nothing
-    assert str(saved).startswith(f"model: m, {'pruned; nothing was recovered' if nothing else 'pruned and recovered'}\n")
+    assert str(saved).startswith(f"model: m, {'pruned; nothing was recovered' if nothing else 'pruned and recovered'}")
     assert ComparedRun("out", saved, None).method == ("nothing recovered" if nothing else "recovered")
