@@ -223,6 +223,10 @@ CHANGES: dict[str, Change] = {
     "zeros in a sealed report": reported(lambda report: first_layer(report).update(zeros=1), sealed=True),
     "a pattern in a sealed report": reported(lambda report: first_layer(report).update(pattern="3:4"), sealed=True),
     "a layer less in a sealed report": reported(lambda report: report["blocks"][0]["layers"].pop(), sealed=True),
+    "totals of a sealed report": reported(lambda report: report["totals"].update(sparsity_of_model=0.9), sealed=True),
+    "a layer twice in a sealed report": reported(
+        lambda report: report["blocks"][0]["layers"][1].update(first_layer(report)), sealed=True
+    ),
     "a file less in a sealed report": reported(lambda report: report["files"].remove("config.json"), sealed=True),
 }
 OF_SHARDS: dict[str, Change] = {

@@ -105,7 +105,7 @@ def test_only_the_command_line_changes_the_process(
         monkeypatch.setattr(f"sparsellm.cli.allocator.{name}", lambda name=name: called.append(name))
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     result = prune(tiny["opt"], method="magnitude")
-    assert result.report.peak_memory > 0
+    assert result.report.peak_memory_bytes > 0
     assert (called, "THP_MEM_ALLOC_ENABLE" in os.environ) == ([], False)
     assert command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude").exit_code == 0
     assert called == ["keep_pages", "reset_peak"]

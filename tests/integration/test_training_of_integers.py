@@ -108,4 +108,4 @@ def test_budgets_hold(family: str, tmp_path: Path) -> None:
     result.save_pretrained(tmp_path / "pruned")
     stored = packed_bits(tmp_path / "pruned", tmp_path / "packed", result.report.layers)
     assert 0.98 * 3.0 < stored <= 3.0
-    assert result.report.totals()["bits_of_pruned_layers"] == pytest.approx(stored, rel=5e-3)
+    assert result.report.totals.bits_of_pruned_layers == pytest.approx(stored, rel=5e-3)

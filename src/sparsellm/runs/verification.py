@@ -121,9 +121,15 @@ def verify(
     tensors, unreadable = _digests_in(folder, report.files)
     differences = unreadable or tensor_differences(finished.digests.tensors, tensors)
     raise_if_any(output, [*differences, *_file_differences(finished)])
-    layers, total = {layer.name: layer for layer in report.layers}, report.totals.pruned_layers
-    if total != len(layers):
-        raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"])
+    stored, totals = finished.content["totals"], report.totals.to_dict()
+    layers = {layer.name: layer for layer in report.layers}
+    wrong = [
+        f"`{x}` is {stored.get(x)} in {REPORT}, and {value} by its layers"
+        for x, value in totals.items()
+        if stored.get(x) != value
+    ]
+    repeated = [f"{REPORT} names a layer twice"] * (len(layers) < len(report.layers))
+    raise_if_any(output, wrong + repeated)
     counts = len(report.files), len(tensors), len(layers)
     if against is None and _are_stored_as_reported(folder, layers):
         return Verification(str(output), *counts, changed=len(report.changed_parameters))
