@@ -27,7 +27,7 @@ from sparsellm.recovery.generation import generate_samples
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.export import Result
 from sparsellm.runs.recovery import BlockRecovery
-from sparsellm.runtime import collectives, devices, watchdog
+from sparsellm.runtime import collectives, devices, process_group
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {
@@ -105,7 +105,7 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
     if device == "queued":
         device = "cpu"
         devices.queued = lambda device: True
-    with watchdog.init_process_group(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
+    with process_group.init_process_group(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
         for case, (name, settings) in CASES.items():
             if chosen not in case:
                 continue

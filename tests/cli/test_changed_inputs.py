@@ -124,7 +124,7 @@ def test_the_cache_of_accuracies_knows_the_questions(files: Path, questions: Pat
         shutil.rmtree("out/cells", ignore_errors=True)
         (outcome,) = sparsellm.sweep(content, "out")
         assert outcome.report is not None
-        assert outcome.report.tasks["boolq"].dense.value == count
+        assert outcome.report.tasks["boolq"]["dense"].value == count
     assert measured == [6, 6, 3, 3]
 
 

@@ -232,7 +232,7 @@ def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
     assert sparsellm.parse_pattern(final[0]).sparsity == pytest.approx(result.sparsity + 0.1)
     assert any(isinstance(event, Note) and f"{final[0]} misses the target" in event.text for event in seen)
     assert [point.met for point in result.points if point.effort == "standard"] == [True, False]
-    assert load_report(tmp_path / "out").recipe["sparsity"] == final[1]
+    assert load_report(tmp_path / "out").recipe.sparsity == final[1]
 
 
 @pytest.mark.parametrize("method", [("--method", "wanda"), ("--effort", "fast"), ("--method", "magnitude")])

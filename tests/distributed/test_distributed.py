@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import OPTConfig
 
-from sparsellm.runtime import collectives, watchdog
+from sparsellm.runtime import collectives, process_group
 from tests.several import CASES, CONFIGS
 
 TESTS = Path(__file__).parents[1]
@@ -98,7 +97,7 @@ def test_alone() -> None:
     assert collectives.all_gather_object((1, 2)) == [(1, 2)]
     assert collectives.balance_costs([3.0, 1.0]) == [0, 0]
     assert collectives.bytes_sent() == before
-    with watchdog.init_process_group({}) as leads:
+    with process_group.init_process_group({}) as leads:
         assert leads
 
 
@@ -112,25 +111,6 @@ def test_owners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What becomes of the others when one is lost.
-
-
-def test_no_thread_waits_for_the_store_when_a_run_has_ended() -> None:
-    """The store ends with rank 0, and a thread that returns from it while Python ends aborts the process."""
-
-    class SlowStore:
-        def set(self, key: str, value: str) -> None:
-            pass
-
-        def multi_get(self, keys: list[str]) -> list[bytes]:
-            asked.set()
-            time.sleep(0.3)
-            return [b"1" for _ in keys]
-
-    asked = threading.Event()
-    dog = watchdog.Watchdog(SlowStore(), print)
-    assert asked.wait(60)
-    dog.close()
-    assert not dog._thread.is_alive()
 
 
 def free_port() -> int:
@@ -242,27 +222,52 @@ def test_a_killed_process(lost: int, run: tuple[tuple[object, ...], bytes], tiny
     assert weights_of(output) == unbroken
 
 
+def agent(rank: int, port: int, output: Path, *words: object) -> tuple[subprocess.Popen[bytes], Path]:
+    """One of two launchers of a process each, as on two machines; and the file of what both print."""
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", rank, "--nproc-per-node", 1]
+    address = ["--master-addr", "127.0.0.1", "--master-port", port, "-m", "sparsellm", "prune"]
+    said = output.with_name(f"said-{rank}.txt")
+    with said.open("w") as stream:
+        command = [sys.executable, *map(str, (*launcher, *address, *words))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True), said
+
+
+def child_of(process: subprocess.Popen[bytes]) -> int:
+    """The process that a launcher started."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
 @pytest.mark.long
-def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path) -> None:
-    """Processes end by themselves after their launcher; resumed by one alone, which says that this is another number."""
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of a launcher in /proc")
+@pytest.mark.parametrize(("lost", "how"), [(0, "machine"), (1, "machine"), (1, "SIGTERM"), (1, "launcher")])
+def test_two_launchers_one_of_which_ends(
+    lost: int, how: str, run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    """A machine that is lost ends the run, and so does a launcher that is told to end; one that is killed does not."""
     words, unbroken = run
-    output = tmp_path / "out"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sparsellm"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "said").open("w") as said:
-        whole = [*launcher, "prune", tiny["llama"], output, *words]
-        process = subprocess.Popen(list(map(str, whole)), env=environment, stdout=said, stderr=said)
-        until(lambda: blocks_in(output) >= 1, process)  # type: ignore[arg-type]
-        process.kill()
-        process.wait()
-        lock = FileLock(output / ".sparsellm" / "lock")
-        with lock.acquire(timeout=60):  # the leader has ended
-            pass
-    end = time.monotonic() + 30
-    while "The launcher ended." not in (tmp_path / "said").read_text() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert "The launcher ended." in (tmp_path / "said").read_text()
+    output, port = tmp_path / "out", free_port()
+    launched = [agent(rank, port, output, tiny["llama"], output, *words) for rank in (0, 1)]
+    processes, said = [process for process, _ in launched], launched[1 - lost][1]
+    until(lambda: blocks_in(output) >= 1, *processes)  # type: ignore[arg-type]
+    child = child_of(processes[lost])
+    processes[lost].send_signal(signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL)
+    if how == "machine":
+        os.kill(child, signal.SIGKILL)
+    for process in processes:
+        process.wait(240)
+    told = " ".join(said.read_text().split())
+    if how == "launcher":
+        assert "Wrote" in told
+        assert weights_of(output) == unbroken
+        return
+    assert told.count("error: ") == 1
+    assert f"Process {lost} of 2 (pid {child} on " in told
+    reason = "failed: The launcher ended this process" if how == "SIGTERM" else "died or cannot be reached"
+    assert reason in told
+    assert "Start it again with --resume" in told
     alone = [sys.executable, "-m", "sparsellm", "prune", tiny["llama"], output, *words, "--resume"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     resumed = subprocess.run(list(map(str, alone)), env=environment, capture_output=True, text=True, timeout=240, check=True)
     assert "started with 2 processes of 1 threads, resumed with 1 processes of 1 threads" in " ".join(resumed.stderr.split())
     assert weights_of(output) == unbroken  # what is promised is less: the same but for rounding
@@ -391,7 +396,7 @@ def machines() -> Iterator[Callable[[], None]]:
 def test_a_machine_that_is_cut_off(
     machines: Callable[[], None], run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two machines without a common folder prune together; when the cable between them is cut both end and say so."""
+    """Two machines without a common folder prune together; with the cable between them cut, both end by the time limit."""
     words, _ = run
     port, outputs = free_port(), [tmp_path / "one" / "out", tmp_path / "two" / "out"]
     more = {"host": "10.77.0.1", "GLOO_SOCKET_IFNAME": "spcable"}
@@ -399,7 +404,18 @@ def test_a_machine_that_is_cut_off(
 
     def both(*further: str) -> list[subprocess.Popen[str]]:
         return [
-            started(rank, port, "prune", tiny["llama"], outputs[rank], *words, *further, before=spaces[rank], **more)
+            started(
+                rank,
+                port,
+                "prune",
+                tiny["llama"],
+                outputs[rank],
+                *words,
+                *further,
+                before=spaces[rank],
+                module="tests.short_timeout",
+                **more,
+            )
             for rank in (0, 1)
         ]
 

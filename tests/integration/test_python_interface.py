@@ -307,7 +307,6 @@ def test_paths_serve_wherever_a_folder_is_named(tiny: dict[str, Path], tmp_path:
     assert sparsellm.verify(out, tiny["opt"]).against == str(tiny["opt"])
     saved = sparsellm.load_report(out)
     assert [layer.sparsity for layer in saved.layers] == [0.5] * 18
-    assert repr(saved) == f"<Report of {tiny['opt'].name}: 50.00 % zeros in 18 pruned layers>"
     page = sparsellm.report(out, figures=tmp_path / "figures")
     assert page == tmp_path / "out.html"
     assert "2 of every 4" in page.read_text(encoding="utf-8")
@@ -322,12 +321,16 @@ def test_what_is_read_and_made_prints_in_a_few_lines(tiny: dict[str, Path], text
     result = sparsellm.prune(folder, "wanda", evaluate=str(text_file), evaluate_limit=2, **settings)
     out = result.save_pretrained(tmp_path / "out")
     saved = sparsellm.load_report(out)
-    assert str(saved) == str(result.report).replace(", 50 % removed, unstructured", ", 50%")
+    assert str(saved) == str(result.report)
     more = sparsellm.recover(out, folder, steps=1, evaluate=str(text_file), evaluate_limit=2, **settings)
     again = sparsellm.load_report(more.save_pretrained(tmp_path / "more"))
-    assert str(again).splitlines()[2] == str(more.report).splitlines()[2]
+    assert str(again) == str(more.report)
     assert str(again).splitlines()[2].count("→") == 2
-    assert str(again).splitlines()[0] in ("model: llama, pruned and recovered", "model: llama, pruned; nothing was recovered")
+    assert (
+        str(again)
+        .splitlines()[0]
+        .startswith(("model: llama, pruned and recovered", "model: llama, pruned; nothing was recovered"))
+    )
     by_bits = sparsellm.prune(folder, "sparsegpt", bits=3.0, **settings).save_pretrained(tmp_path / "bits")
     made = [saved, again, sparsellm.load_report(by_bits), result.report.recipe, more.report.recipe, result, more]
     made += [sparsellm.report([out, tmp_path / "more"]), sparsellm.plan(folder, "wanda", **settings)]

@@ -66,9 +66,9 @@ def in_process_group(context: typer.Context) -> Iterator[bool]:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 and "torch" not in sys.modules:
             yield True
             return
-        from sparsellm.runtime import watchdog
+        from sparsellm.runtime import process_group
 
-        with watchdog.init_process_group(os.environ, partial(print_error, context=context)) as is_main:
+        with process_group.init_process_group(os.environ) as is_main:
             yield is_main
 
 

@@ -65,7 +65,7 @@ def sweep(
         from sparsellm.runs.display import Display
         from sparsellm.runs.events import combine_observers
         from sparsellm.runs.tracking import Tracked
-        from sparsellm.runtime import watchdog
+        from sparsellm.runtime import process_group
 
         cells = read_sweep(file, smoke=smoke, changes=changes or ())
         folder = local_path(output or Path(file).stem)
@@ -77,7 +77,7 @@ def sweep(
                 print_line(stdout, cells.ignored)
             return
         # The processes of a launcher run different cells; only the first one prints.
-        rank, count = watchdog.independent_process(os.environ)
+        rank, count = process_group.independent_process(os.environ)
         with (
             Display("off" if rank else "quiet" if quiet else progress, partial(in_options, context=context)) as display,
             Tracked(*(report_to or ()), observer=display) as tracked,
@@ -161,9 +161,9 @@ def search(
         from sparsellm.runs.display import Display
         from sparsellm.runs.events import combine_observers
         from sparsellm.runs.tracking import Tracked
-        from sparsellm.runtime import watchdog
+        from sparsellm.runtime import process_group
 
-        if watchdog.independent_process(os.environ)[1] > 1:
+        if process_group.independent_process(os.environ)[1] > 1:
             raise InvalidSetting(ONE_PROCESS)
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:

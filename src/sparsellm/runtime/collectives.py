@@ -167,24 +167,22 @@ def bytes_sent() -> int:
 
 _bytes_sent = 0
 
-check: Callable[..., None] | None = None
-"""Called while a collective is pending, and with the reason when one fails; raises LostProcess if a process is lost."""
+lost: Callable[[str], LostProcess] | None = None
+"""Makes the error of a collective that failed, from its reason; None for a process group of the caller's own."""
 
 
 def _wait(work: dist.Work) -> None:
-    """Wait for a collective; raises LostProcess if a process that it needs is lost."""
-    if check is None:
+    """Wait for a collective. Raises LostProcess if a process that it needs has ended."""
+    if lost is None:
         work.wait()
         return
     pause = 2e-5
     try:
-        while not work.is_completed():
-            check()
+        while not work.is_completed():  # `work.wait` would keep signals waiting too
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
         work.wait()
     except LostProcess:
         raise
     except RuntimeError as error:
-        check(f"Communication between the processes failed ({str(error).partition(chr(10))[0]})")
-        raise
+        raise lost(f"Communication between the processes failed ({str(error).partition(chr(10))[0]})") from error
