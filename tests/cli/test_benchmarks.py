@@ -15,13 +15,13 @@ from sparsellm.runs.recipe import Recipe
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.py")))
-def test_a_script_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_script_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says how it is run, or the script that it is part of."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module(name)
-    run = f"{name}.py" if hasattr(module, "main") else ""
-    assert f"python benchmarks/{run}" in str(module.__doc__)
+    for name in sorted(file.stem for file in FOLDER.glob("*.py")):
+        module = importlib.import_module(name)
+        run = f"{name}.py" if hasattr(module, "main") else ""
+        assert f"python benchmarks/{run}" in str(module.__doc__), name
 
 
 def test_pages_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,16 +43,18 @@ def test_page_is_up_to_date() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_ends_in_an_example(name: str) -> None:
-    shown = CliRunner().invoke(app, [*name.split(), "--help"])
-    assert shown.exit_code == 0
-    text = typer.main.get_command(app).help if not name else COMMANDS[name].help
-    last = text.strip().splitlines()[-1]
-    assert last.startswith("Example: sparsellm")
-    assert "Example: sparsellm" in shown.output
-    if name:
-        assert last.startswith(f"Example: sparsellm {name}")
+def test_help_ends_in_an_example_and_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ["", *COMMANDS]:
+        shown = CliRunner().invoke(app, [*name.split(), "--help"])
+        assert shown.exit_code == 0
+        assert max(map(len, shown.stdout.splitlines())) <= 80, name
+        text = str(COMMANDS[name].help if name else typer.main.get_command(app).help)
+        example = f"Example: sparsellm {name}"
+        assert text.strip().splitlines()[-1].startswith(example)
+        assert example in shown.stdout
+        if not name:
+            assert "..." not in shown.stdout.partition("Commands:")[2]  # click cuts summaries that are too long
 
 
 def test_prune_has_an_option_for_every_field_of_the_recipe() -> None:
@@ -63,10 +65,9 @@ def test_prune_has_an_option_for_every_field_of_the_recipe() -> None:
     assert {f"--{field.replace('_', '-')}" for field in Recipe.model_fields if field != "model"} <= spelled
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_options_for_fields_show_the_description_and_default_of_the_field(name: str) -> None:
+def test_options_for_fields_show_the_description_and_default_of_the_field() -> None:
     """Their default is None, so that a recipe file counts; help shows the recipe's."""
-    for parameter in COMMANDS[name].params:
+    for name, parameter in ((name, parameter) for name, command in COMMANDS.items() for parameter in command.params):
         field = (RecoveryRecipe if name == "recover" else Recipe).model_fields.get(parameter.name)
         if parameter.param_type_name == "option" and field is not None and (name, parameter.name) not in OWN:
             assert parameter.default is None
@@ -118,15 +119,6 @@ def test_help_of_evaluate_lists_both_things_to_measure_on() -> None:
     assert "--task-data" not in shown
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_short_help_and_summary_of_each_command_fit_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for words in ([name, "--help"], ["--help"]):
-        shown = CliRunner().invoke(app, words).stdout
-        assert max(map(len, shown.splitlines())) <= 80
-    assert "..." not in shown.partition("Commands:")[2]  # click cuts summaries that are too long
-
-
 @pytest.mark.parametrize(("name", "recipe"), [("prune", Recipe), ("plan", Recipe), ("recover", RecoveryRecipe)])
 def test_help_all_lists_every_field(name: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -166,10 +158,11 @@ def test_recipe_options_pass_on_only_what_was_given() -> None:
     assert CliRunner().invoke(program, ["--sparsity", "50%"]).exit_code == 2
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_its_page(name: str) -> None:
-    assert (ROOT / "docs" / "methods" / f"{name}.md").is_file()
-    assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+def test_every_method_has_its_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in (f"methods/{name}.md" for name in METHODS):
+        assert (ROOT / "docs" / page).is_file()
+        assert page in index
 
 
 def test_the_version_needs_no_command() -> None:

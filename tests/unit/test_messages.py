@@ -62,18 +62,33 @@ OUTSIDE = {"cli", "recipe_fields.py", "commands.py"}
 LIBRARY = [path for path in sorted(PACKAGE.rglob("*.py")) if not OUTSIDE & set(path.relative_to(PACKAGE).parts)]
 
 
-@pytest.mark.parametrize("file", LIBRARY, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_the_library_names_settings_in_the_words_of_python(file: Path) -> None:
+def wrong_words(text: str) -> Iterator[str]:
+    """What a message calls by a name that Python does not have: an option, or a word between backticks."""
+    if not re.match(r"sparsellm \w+ |var\(", text):
+        yield from re.findall(r"(?<!\w)--[a-z].*", text)
+    for quoted in re.findall("`([^`]*)`", text):
+        name, is_set, value = quoted.partition("=")
+        if quoted in OTHER_PROGRAMS or "\0" in name or re.match(r"\w+(\.\w+)?:|[\w.]+: ", quoted):
+            continue
+        known = name in FIELDS | KEYWORDS | OF_FILES | OF_FUNCTIONS
+        if not known or (is_set and not re.fullmatch(r"\0|True|False|\d+|'[^']*'", value)):
+            yield quoted
+
+
+def test_the_library_names_settings_in_the_words_of_python() -> None:
     """No option of the command line, except in whole commands; between backticks only names that exist."""
-    for line, text in messages(file):
-        if not re.match(r"sparsellm \w+ |var\(", text):
-            assert not re.search(r"(?<!\w)--[a-z]", text), f"line {line}: {text}"
-        for quoted in re.findall("`([^`]*)`", text):
-            name, is_set, value = quoted.partition("=")
-            if quoted in OTHER_PROGRAMS or "\0" in name or re.match(r"\w+(\.\w+)?:|[\w.]+: ", quoted):
-                continue
-            assert name in FIELDS | KEYWORDS | OF_FILES | OF_FUNCTIONS, f"line {line}: {quoted}"
-            assert not is_set or value == "\0" or re.fullmatch(r"\0|True|False|\d+|'[^']*'", value), f"line {line}: {quoted}"
+    wrong = [
+        f"{file.relative_to(PACKAGE)} line {line}: {word}"
+        for file in LIBRARY
+        for line, text in messages(file)
+        for word in wrong_words(text)
+    ]
+    assert not wrong
+    assert [*wrong_words("Pass --samples, `sample` or `samples=x`, not `samples=4` nor `sparsellm prune MODEL OUT`.")] == [
+        "--samples, `sample` or `samples=x`, not `samples=4` nor `sparsellm prune MODEL OUT`.",
+        "sample",
+        "samples=x",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +128,8 @@ def test_notes_of_a_run_name_options_too(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "note: Not measured. Try --dtype float32.\n"
 
 
-@pytest.mark.parametrize("field", sorted(FIELDS - {"pruned", "against"}))
-def test_every_field_has_its_option(field: str) -> None:
-    expected = "MODEL" if field == "model" else f"--{field.replace('_', '-')}"
-    command = "prune" if field in Recipe.model_fields else "recover"
-    assert in_options(f"`{field}`", typer.Context(COMMANDS[command])) == expected
+def test_every_field_has_its_option() -> None:
+    for field in FIELDS - {"pruned", "against"}:
+        expected = "MODEL" if field == "model" else f"--{field.replace('_', '-')}"
+        command = "prune" if field in Recipe.model_fields else "recover"
+        assert in_options(f"`{field}`", typer.Context(COMMANDS[command])) == expected

@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PACKAGE = ROOT / "src" / "sparsellm"
 
@@ -63,10 +61,14 @@ def names_of(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_no_retired_name_is_used(file: Path) -> None:
-    used = [f"line {line}: {name}, now {RETIRED[name]}" for line, name in names_of(file) if name in RETIRED]
-    assert not used, f"{file.name}: {'; '.join(used)}"
+def test_no_retired_name_is_used() -> None:
+    used = [
+        f"{file.relative_to(PACKAGE)} line {line}: {name}, now {RETIRED[name]}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for line, name in names_of(file)
+        if name in RETIRED
+    ]
+    assert not used
 
 
 def test_documentation_names_no_retired_option() -> None:
