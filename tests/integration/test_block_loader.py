@@ -32,6 +32,7 @@ from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless
+from tests.pairwise import pairwise
 from tests.pruning import loaded, prune_blocks
 
 SHARED = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -190,9 +191,13 @@ class Code:
         return print, ("this must never be printed",)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 4), (1, 40), (7,), (64, 3), (9, 2, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("piece", [1, 16, 100, 2**24])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "piece"),
+    pairwise(
+        [(), (0, 4), (1, 40), (7,), (64, 3), (9, 2, 5)], [torch.float32, torch.bfloat16, torch.int64], [1, 16, 100, 2**24]
+    ),
+    ids=str,
+)
 def test_tensors_read_in_pieces_are_whole(
     shape: tuple[int, ...], dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from sparsellm.models import sparse_matmul
 from sparsellm.models.sparse_matmul import SparseMatmul, load_library, matmul_of, supports
 from sparsellm.solvers.linalg import allclose_bf16
+from tests.pairwise import pairwise
 
 compiled = pytest.mark.skipif(load_library() is None, reason="the kernel is not compiled: python hatch_build.py")
 
@@ -22,18 +23,24 @@ def sparse(rows: int, columns: int, density: float) -> Tensor:
 
 
 @compiled
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 95), (7, 96), (64, 97), (33, 500)])
-@pytest.mark.parametrize("shape", [(1,), (16,), (63,), (64,), (2, 65), (3, 5, 17)])
-def test_products_equal_dense_ones(shape: tuple[int, ...], rows: int, columns: int, density: float, bias: bool) -> None:
-    weight, inputs = sparse(rows, columns, density), torch.randn(*shape, columns)
-    offsets = torch.randn(rows) if bias else None
+@pytest.mark.parametrize(
+    ("batch", "size", "density", "bias"),
+    pairwise(
+        [(1,), (16,), (63,), (64,), (2, 65), (3, 5, 17)],
+        [(1, 1), (5, 95), (7, 96), (64, 97), (33, 500)],
+        [0.0, 0.1, 0.5, 1.0],
+        [True, False],
+    ),
+    ids=str,
+)
+def test_products_equal_dense_ones(batch: tuple[int, ...], size: tuple[int, int], density: float, bias: bool) -> None:
+    weight, inputs = sparse(*size, density), torch.randn(*batch, size[1])
+    offsets = torch.randn(size[0]) if bias else None
     wanted = linear(inputs.double(), weight.double(), None if offsets is None else offsets.double())
     result = SparseMatmul(weight)(inputs, offsets)
     assert result.dtype == torch.float32
     assert result.is_contiguous()
-    torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=2e-6 * columns**0.5)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=2e-6 * size[1] ** 0.5)
 
 
 @compiled

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsellm.runtime import bf16_gram
 from sparsellm.solvers.statistics import CrossMoment, Gram
+from tests.pairwise import pairwise
 from tests.unit.sparse.test_kernels import before_guard_page
 
 compiled = pytest.mark.skipif(
@@ -38,9 +39,10 @@ def computed(*parts: Tensor, unit: int | None = None) -> Tensor:
 
 
 @compiled
-@pytest.mark.parametrize("unit", [None, 1, 7, 64, 129])
-@pytest.mark.parametrize("columns", [1, 15, 47, 48, 49, 97, 200])
-@pytest.mark.parametrize("count", [0, 1, 2, 127, 128, 129, 300])
+@pytest.mark.parametrize(
+    ("count", "columns", "unit"),
+    pairwise([0, 1, 2, 127, 128, 129, 300], [1, 15, 47, 48, 49, 97, 200], [None, 1, 7, 64, 129]),
+)
 def test_sums_equal_those_in_float64(count: int, columns: int, unit: int | None) -> None:
     x = tokens(count, columns)
     wide = x.double()
@@ -75,10 +77,9 @@ def test_sums_are_the_same_bits_for_any_threads_layout_and_batch() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("unit", [None, 1, 7, 129])
-@pytest.mark.parametrize("outputs", [1, 47, 49, 200])
-@pytest.mark.parametrize("columns", [1, 48, 130])
-@pytest.mark.parametrize("count", [0, 1, 129, 300])
+@pytest.mark.parametrize(
+    ("count", "columns", "outputs", "unit"), pairwise([0, 1, 129, 300], [1, 48, 130], [1, 47, 49, 200], [None, 1, 7, 129])
+)
 def test_products_of_two_factors_equal_those_in_float64(count: int, columns: int, outputs: int, unit: int | None) -> None:
     y, x = tokens(count, outputs) + 1, tokens(count, columns)
     sums = torch.ones(outputs, columns, dtype=torch.float64)
@@ -145,9 +146,7 @@ def test_values_that_are_not_finite_reach_their_products_only() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("unit", [5, 200])
-@pytest.mark.parametrize("columns", [1, 33, 48, 95, 143])
-@pytest.mark.parametrize("count", [1, 6, 131])
+@pytest.mark.parametrize(("count", "columns", "unit"), pairwise([1, 6, 131], [1, 33, 48, 95, 143], [5, 200]))
 def test_nothing_behind_the_buffers_is_used(count: int, columns: int, unit: int) -> None:
     library = bf16_gram.load_library()
     x, blocks = before_guard_page(tokens(count, columns)), -(-columns // 48)

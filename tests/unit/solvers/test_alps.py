@@ -9,17 +9,21 @@ import torch
 
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.linalg import add_diagonal
-from sparsellm.solvers.patterns import NM, Pattern, parse_pattern
+from sparsellm.solvers.patterns import NM, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
-from tests.unit.solvers.test_solvers import SOLVERS, error, every_case, least_squares, problem_of
+from tests.pairwise import pairwise
+from tests.unit.solvers.test_solvers import PATTERNS, SHAPES, SOLVERS, divides, error, least_squares, problem_of
 
 
-@every_case
-@pytest.mark.parametrize(("damping", "steps", "factor"), [(0.01, 10, 1.01), (1e-6, 200, 1.05)])
-def test_alps_solves_its_mask(pattern: Pattern, shape: tuple[int, int], damping: float, steps: int, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "shape", "settings"),
+    pairwise(PATTERNS, SHAPES, [(0.01, 10, 1.01), (1e-6, 200, 1.05)], allowed=lambda text, shape, _: divides(text, shape)),
+    ids=str,
+)
+def test_alps_solves_its_mask(text: str, shape: tuple[int, int], settings: tuple[float, int, float]) -> None:
     """By default within 1 % of the best on its mask for the damped problem; hardly damped, 5 % for the problem itself."""
-    problem = problem_of(shape)
-    answer = ALPS(damping=damping, refit_steps=steps).solve(problem, pattern)
+    problem, (damping, steps, factor) = problem_of(shape), settings
+    answer = ALPS(damping=damping, refit_steps=steps).solve(problem, parse_pattern(text))
     gram = add_diagonal(problem.gram, damping) if factor == 1.01 else problem.gram
     best = error(least_squares(problem, answer != 0, gram), problem, gram)
     assert error(answer, problem, gram) <= factor * best + 1e-12

@@ -20,6 +20,7 @@ from sparsellm.solvers.patterns import NM, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
+from tests.pairwise import pairwise
 
 every_kind = pytest.mark.parametrize("kind", ["full", "none"])
 every_pattern = pytest.mark.parametrize("text", ["50%", "70%", "2:4"])
@@ -187,10 +188,10 @@ def test_sparsegpt_by_its_definition(damping: float, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "solver", [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()], ids=lambda solver: type(solver).__name__
+    ("kind", "text", "solver"),
+    pairwise(["full", "none"], ["50%", "70%", "2:4"], [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()]),
+    ids=str,
 )
-@every_pattern
-@every_kind
 def test_counts_and_bits(kind: str, text: str, solver: LayerSolver) -> None:
     """Exact patterns, finite, the same bits again and for S in other units, and an untouched problem, in float32 too."""
     problem, pattern = problem_of((12, 24), kind), parse_pattern(text)
@@ -210,10 +211,11 @@ def test_counts_and_bits(kind: str, text: str, solver: LayerSolver) -> None:
         assert each.curvature is None or torch.equal(curvature_of(each), curvature_of(problem).to(dtype))
 
 
-@pytest.mark.parametrize("solver", [ALPS(), ALPS.accurate()], ids=["usual", "thorough"])
-@pytest.mark.parametrize("shape", [(6, 12), (16, 24), (24, 16)])
-@every_pattern
-@every_kind
+@pytest.mark.parametrize(
+    ("kind", "text", "shape", "solver"),
+    pairwise(["full", "none"], ["50%", "70%", "2:4"], [(6, 12), (16, 24), (24, 16)], [ALPS(), ALPS.accurate()]),
+    ids=str,
+)
 def test_alps_solves_its_mask(kind: str, text: str, shape: tuple[int, int], solver: ALPS) -> None:
     """On its mask its error (damped) is within 1 % of the least."""
     problem, pattern = problem_of(shape, kind, seed=2), parse_pattern(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 
 import pytest
@@ -17,25 +16,27 @@ from sparsellm.solvers.patterns import NM, Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
+from tests.pairwise import pairwise
 
 SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()]
 PATTERNS = ["0%", "1%", "50%", "70%", "90%", "2:4", "3:4", "4:8"]
 SHAPES = [(1, 40), (5, 12), (7, 13), (17, 136), (24, 256)]
 
-CASES = [
-    pytest.param(
-        parse_pattern(text),
-        shape,
-        id=f"{text}-{shape[0]}x{shape[1]}",
-        marks=pytest.mark.long if shape[1] == 256 and text not in ("50%", "2:4") else (),
-    )
-    for text, shape in itertools.product(PATTERNS, SHAPES)
-    if (":" not in text or shape[1] % int(text[-1]) == 0) and (text not in ("1%", "70%") or shape[1] < 256)
-]
+DTYPES = [torch.float32, torch.float64]
+
+
+def divides(text: str, shape: tuple[int, int]) -> bool:
+    """Whether a pattern can be had of a layer of a shape."""
+    return ":" not in text or shape[1] % int(text[-1]) == 0
+
 
 every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
-every_case = pytest.mark.parametrize(("pattern", "shape"), CASES)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+every_case = pytest.mark.parametrize(
+    ("text", "shape", "solver", "dtype"),
+    pairwise(PATTERNS, SHAPES, SOLVERS, DTYPES, allowed=lambda text, shape, *_: divides(text, shape)),
+    ids=lambda value: type(value).__name__ if isinstance(value, LayerSolver) else str(value),
+)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 
 
 @cache
@@ -84,14 +85,10 @@ def least_squares(problem: LayerProblem, keep: Tensor, gram: Tensor) -> Tensor:
     return answer
 
 
-@every_dtype
-@every_solver
 @every_case
-def test_counts_bits_and_untouched_problem(
-    solver: LayerSolver, pattern: Pattern, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_counts_bits_and_untouched_problem(text: str, shape: tuple[int, int], solver: LayerSolver, dtype: torch.dtype) -> None:
     """Exact zero counts, N:M in every group, the problem untouched, the same call the same bits, dtype and shape kept."""
-    problem = problem_of(shape, dtype)
+    problem, pattern = problem_of(shape, dtype), parse_pattern(text)
     gram, answer = problem.gram, solver.solve(problem, pattern)
     assert torch.equal(answer, solved(solver, pattern, shape, dtype))
     assert answer.shape == shape
@@ -104,25 +101,19 @@ def test_counts_bits_and_untouched_problem(
     assert torch.equal(problem.gram, gram)
 
 
-@every_dtype
-@every_solver
 @every_case
-def test_never_better_than_least_squares(
-    solver: LayerSolver, pattern: Pattern, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_never_better_than_least_squares(text: str, shape: tuple[int, int], solver: LayerSolver, dtype: torch.dtype) -> None:
     """No answer beats the exact least squares on its own mask, and problem.error agrees with the direct formula."""
     problem = problem_of(shape, dtype)
-    answer = solved(solver, pattern, shape, dtype)
+    answer = solved(solver, parse_pattern(text), shape, dtype)
     lost = error(answer, problem)
     best = least_squares(problem, answer != 0, problem.inputs.matrix.double())  # type: ignore[attr-defined]
     assert lost >= error(best, problem) * (1 - 1e-9) - 1e-14
     assert problem.error(answer) == pytest.approx(lost, rel=1e-3 if dtype == torch.float32 else 1e-9, abs=1e-10)
 
 
-@every_dtype
-@every_solver
-@pytest.mark.parametrize("text", ["1%", "50%", "90%", "2:4", "4:8"])
-def test_dead_inputs(solver: LayerSolver, text: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("text", "solver", "dtype"), pairwise(["1%", "50%", "90%", "2:4", "4:8"], SOLVERS, DTYPES), ids=str)
+def test_dead_inputs(text: str, solver: LayerSolver, dtype: torch.dtype) -> None:
     """Nothing is NaN; who sees the inputs removes the dead ones' weights first; the rest is as without them."""
     dead = (0, 9, 10, 39)
     pattern = parse_pattern(text)

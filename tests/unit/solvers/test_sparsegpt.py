@@ -12,6 +12,7 @@ from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
+from tests.pairwise import pairwise
 
 
 def problem_of(shape: tuple[int, int], dtype: torch.dtype = torch.float64, dead: tuple[int, ...] = ()) -> LayerProblem:
@@ -66,9 +67,9 @@ def direct(problem: LayerProblem, pattern: Pattern, block: int, damping: float) 
     return weight
 
 
-@pytest.mark.parametrize("block", [4, 16, 128])
-@pytest.mark.parametrize("damping", [0.01, 0.1])
-@pytest.mark.parametrize("text", ["1:2", "2:4", "3:4", "4:8", "3:5", "2:6"])
+@pytest.mark.parametrize(
+    ("text", "damping", "block"), pairwise(["1:2", "2:4", "3:4", "4:8", "3:5", "2:6"], [0.01, 0.1], [4, 16, 128])
+)
 def test_nm_equals_the_direct_loop(text: str, damping: float, block: int) -> None:
     """N:M: the same masks and values to 1e-5, also where the group does not divide the block or exceeds it."""
     pattern = parse_pattern(text)
@@ -81,9 +82,11 @@ def test_nm_equals_the_direct_loop(text: str, damping: float, block: int) -> Non
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [1, 4, 16, 128])
-@pytest.mark.parametrize("text", ["0%", "1%", "50%", "70%", "90%"])
-@pytest.mark.parametrize("shape", [(1, 40), (9, 61), (24, 130)])
+@pytest.mark.parametrize(
+    ("shape", "text", "block"),
+    pairwise([(1, 40), (9, 61), (24, 130)], ["0%", "1%", "50%", "70%", "90%"], [1, 4, 16, 128]),
+    ids=str,
+)
 def test_unstructured_equals_the_direct_loop(shape: tuple[int, int], text: str, block: int) -> None:
     """Unstructured, with the same rule for a block's mask: the same masks and values to 1e-5."""
     pattern, problem = parse_pattern(text), problem_of(shape)

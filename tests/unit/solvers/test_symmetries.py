@@ -8,7 +8,8 @@ import torch
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
-from tests.unit.solvers.test_solvers import PATTERNS, every_dtype, every_solver, problem_of
+from tests.pairwise import pairwise
+from tests.unit.solvers.test_solvers import DTYPES, PATTERNS, SOLVERS, every_solver, problem_of
 
 
 @every_solver
@@ -22,10 +23,8 @@ def test_rows_in_another_order(solver: LayerSolver, text: str) -> None:
     torch.testing.assert_close(solver.solve(moved, pattern), solver.solve(problem, pattern)[order], rtol=1e-9, atol=1e-9)
 
 
-@every_dtype
-@every_solver
-@pytest.mark.parametrize("text", PATTERNS)
-def test_scaled_inputs_change_nothing(solver: LayerSolver, text: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("text", "solver", "dtype"), pairwise(PATTERNS, SOLVERS, DTYPES), ids=str)
+def test_scaled_inputs_change_nothing(text: str, solver: LayerSolver, dtype: torch.dtype) -> None:
     """Inputs scaled by a power of two give the same bits; by another number, the same to rounding (in float64)."""
     pattern = parse_pattern(text)
     answer = solver.solve(problem_of((16, 48), dtype), pattern)

@@ -14,6 +14,7 @@ from sparsellm.sparse import csr_triton
 from sparsellm.sparse import linear as module
 from sparsellm.sparse.bitmask import bits_of
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
+from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,9 +27,9 @@ def pruned(rows: int, columns: int, dtype: torch.dtype = torch.float32, sparsity
     return weight.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 70), (64, 64), (3, 1)])
-@pytest.mark.parametrize("batch", [(70,), (1, 1), (2, 5), (0,)])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "batch"), pairwise(DTYPES, [(7, 70), (64, 64), (3, 1)], [(70,), (1, 1), (2, 5), (0,)]), ids=str
+)
 def test_outputs_are_those_of_a_dense_layer(dtype: torch.dtype, shape: tuple[int, int], batch: tuple[int, ...]) -> None:
     weight, bias = pruned(*shape, dtype), torch.randn(shape[0]).to(dtype)
     x = torch.randn(*batch, shape[1]).to(dtype)

@@ -10,6 +10,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.quantization import integer_range
 from sparsellm.sparse.bitmask import GROUP, PADDING, pack_bits
 from sparsellm.sparse.quantization import QuantizedBitmask
+from tests.pairwise import pairwise
 
 BITS = (8, 4, 3)
 SHAPES = [(1, 1), (3, 63), (4, 64), (5, 65), (7, 200), (2, 512)]
@@ -39,9 +40,7 @@ def dense_by_loop(integers: Tensor, scales: Tensor, group_size: int) -> Tensor:
     return dense
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("shape", "bits", "density"), pairwise(SHAPES, BITS, [0.0, 0.3, 1.0]), ids=str)
 def test_decoded_weight_is_scale_times_integer(shape: tuple[int, int], bits: int, density: float) -> None:
     for group_size in (0, 64, 128):
         integers, keep = integers_of(shape, bits=bits, density=density)

@@ -93,18 +93,17 @@ def test_a_sound_matrix_is_accepted(form: torch.dtype | int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_wrong_layouts_are_refused_by_every_function(name: str, form: torch.dtype | int) -> None:
-    part, change = LAYOUTS[name]
+def test_wrong_layouts_are_refused_by_every_function(form: torch.dtype | int) -> None:
     weight = packed(form)
-    wrong = replace(weight, **{part: change(getattr(weight, part))})
-    with pytest.raises(InvalidSetting, match=r"of a packed matrix is .* is needed"):
-        check_layout(wrong)
-    for tokens in (1, 20):
+    for part, change in LAYOUTS.values():
+        wrong = replace(weight, **{part: change(getattr(weight, part))})
+        with pytest.raises(InvalidSetting, match=r"of a packed matrix is .* is needed"):
+            check_layout(wrong)
+        for tokens in (1, 20):
+            with pytest.raises(InvalidSetting):
+                kernels.matmul(torch.ones(tokens, COLUMNS), wrong)
         with pytest.raises(InvalidSetting):
-            kernels.matmul(torch.ones(tokens, COLUMNS), wrong)
-    with pytest.raises(InvalidSetting):
-        kernels.decode(wrong)
+            kernels.decode(wrong)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -175,13 +174,17 @@ def test_tokens_of_other_dtypes_are_refused(dtype: torch.dtype, tokens: int) -> 
         kernels.dense_matmul(x, torch.ones(3, COLUMNS).bfloat16())
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", [*LAYOUTS, *NUMBERS])
 @pytest.mark.filterwarnings("ignore")
-def test_layers_refuse_buffers_that_contradict_each_other(name: str, form: torch.dtype | int) -> None:
+def test_layers_refuse_buffers_that_contradict_each_other(name: str) -> None:
     """However they are set: one at a time, in a module that is moved, or copied. With the right one a layer is of use again."""
-    part, change = (LAYOUTS | NUMBERS)[name]
-    layer, x = layer_of(packed(form)), torch.ones(1, COLUMNS)
+    for form in FORMS:
+        check_buffer(*(LAYOUTS | NUMBERS)[name], layer_of(packed(form)))
+
+
+def check_buffer(part: str, change: Callable[[Tensor], Tensor], layer: PackedLinear) -> None:
+    """A layer refuses to be used with a part that is changed."""
+    x = torch.ones(1, COLUMNS)
     right, expected = getattr(layer, part), layer(x)
     wrong = change(right)
     setattr(layer, part, wrong)
