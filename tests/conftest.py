@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # torch, transformers and typer take seconds to import: only 
 
     from _pytest.mark import ParameterSet
     from transformers import PreTrainedTokenizerFast
+    from typer import Typer
+    from typer.core import TyperGroup as Command
     from typer.testing import Result
 
 # Before torch is imported. The tests' models are too small for more threads, and the last bits of a sum depend on their number.
@@ -32,6 +35,7 @@ CACHE = "XDG_CACHE_HOME"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine once, before the workers start: all processes then choose alike, and none measures under load."""
+    os.fsync = lambda descriptor: None  # no test cuts the power, and a run waits for the disk longer than it works
     if hasattr(config, "workerinput"):
         return
     os.environ[CACHE] = tempfile.mkdtemp(prefix="sparsellm-tests-")
@@ -52,6 +56,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Search the libraries' objects for no garbage at exit, which takes longer than most files of unit tests."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_are_no_garbage() -> None:
+    """Runs collect garbage to free a model, and would search the objects of all libraries and tests for it each time."""
+    gc.collect()
     gc.freeze()
 
 
@@ -179,12 +190,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerConte
         yield context
 
 
+@cache
+def made_once(app: Typer) -> Command:
+    """The commands of the command line, which typer would make anew for each call."""
+    from typer.main import get_command
+
+    return get_command(app)
+
+
 @pytest.fixture
-def command() -> Callable[..., Result]:
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Run the command line in this process; stdout and stderr apart."""
     from typer.testing import CliRunner
 
     from sparsellm.cli.app import app
+
+    monkeypatch.setattr("typer.testing._get_command", made_once)
 
     def run(*words: object) -> Result:
         return CliRunner().invoke(app, [str(word) for word in words])
