@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError
 
-INPUTS = 2000
+INPUTS = 1000
 """Changed files that each reader is shown."""
 
 SECONDS = 10.0

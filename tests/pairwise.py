@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
+from typing import Any
 
 
-def pairwise(*settings: Sequence[object], allowed: Callable[..., bool] = lambda *values: True) -> list[tuple]:
+def pairwise(*settings: Sequence[object], allowed: Callable[..., bool] = lambda *values: True) -> list[tuple[Any, ...]]:
     """Rows for `pytest.mark.parametrize`: of all allowed combinations, those needed for each pair of values.
 
     A fault that takes three settings to show may be missed, so what is subtle about one combination gets a test of its own.
@@ -22,6 +23,6 @@ def pairwise(*settings: Sequence[object], allowed: Callable[..., bool] = lambda 
     return chosen
 
 
-def pick(settings: Sequence[Sequence[object]], places: Sequence[int]) -> tuple:
+def pick(settings: Sequence[Sequence[object]], places: Sequence[int]) -> tuple[Any, ...]:
     """The values of settings at places."""
     return tuple(values[place] for values, place in zip(settings, places, strict=True))

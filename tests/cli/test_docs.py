@@ -1,7 +1,7 @@
 """Every command and every Python example of README.md and docs/ runs, offline, page by page in a fresh folder.
 
 The quick tests run each in this process at the sizes of SMALL, with random models of two blocks in place of the bundled ones.
-The long ones run each with the bundled models, those of AS_WRITTEN at the sizes that are written.
+The long ones run those of AS_WRITTEN with the bundled models at the sizes that are written, those of LAUNCHED by a launcher.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 AS_WRITTEN = (ROOT / "README.md", ROOT / "docs" / "quick-start.md")
 """Pages that a newcomer types from."""
+LAUNCHED = tuple(page for page in PAGES if "\ntorchrun " in page.read_text(encoding="utf-8"))
+"""Pages with commands of several processes, which the quick tests run in one."""
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO = "sparsellm demo --output "
 """Takes a minute, so it is run once, as written, on README's page; other pages may show it with another folder."""
@@ -82,8 +84,20 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("bundled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["small", "bundled models"])
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if runnable(page)])
+@pytest.mark.parametrize(
+    ("page", "bundled"),
+    [
+        pytest.param(
+            page,
+            bundled,
+            id=f"{page.relative_to(ROOT)}-{'bundled models' if bundled else 'small'}",
+            marks=pytest.mark.long if bundled else (),
+        )
+        for page in PAGES
+        for bundled in (False, True)
+        if runnable(page) and (not bundled or page in (*AS_WRITTEN, *LAUNCHED))
+    ],
+)
 def test_every_example_runs(
     page: Path,
     bundled: bool,

@@ -17,7 +17,7 @@ import sparsellm
 from sparsellm.runtime import native
 from sparsellm.sparse import kernels
 
-INPUTS = int(os.environ.get("FUZZ_INPUTS", "400"))
+INPUTS = int(os.environ.get("FUZZ_INPUTS", "250"))
 """Changed models. 20,000 take about ten minutes of a processor that is not shared."""
 
 SIZES = {"vocab_size": 80, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}

@@ -178,7 +178,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Path], text_fi
         "--calibration",
         text_file,
         "--samples",
-        256,
+        128,
         "--sequence-length",
         64,
         "--sparsity",
@@ -186,7 +186,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Path], text_fi
         "--device",
         "cpu",
         "--gauss-newton-steps",
-        30,
+        12,
     )
     output, port = tmp_path_factory.mktemp("unbroken") / "out", free_port()
     both = [started(rank, port, "prune", tiny["llama"], output, *words) for rank in (0, 1)]

@@ -141,7 +141,7 @@ def test_the_command(streamed: str, tiny: dict[str, Path], text_file: Path, tmp_
 RUNS: dict[str, tuple[str, ...]] = {
     "default": ("prune", "--sparsity", "80%"),
     "fast": ("prune", "--sparsity", "80%", "--effort", "fast", "--offload"),
-    "bits": ("prune", "--bits", "2.3", "--effort", "fast"),
+    "bits": ("prune", "--bits", "2.3", "--effort", "fast", "--include", "*.layers.0.*"),
     "blocks": ("recover", "--scope", "block", "--steps", "2"),
     "model": ("recover", "--steps", "2", "--written", "8"),
     "lora": ("recover", "--steps", "2", "--train", "lora", "--loss", "hidden"),
