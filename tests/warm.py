@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import tempfile
 from pathlib import Path
 
@@ -26,3 +28,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     with work_directory(out) as work:
         run(recipe, work=work).save_pretrained(out)
+
+os.fsync = lambda descriptor: None  # as in tests/conftest.py
+gc.collect()
+gc.freeze()

@@ -75,6 +75,7 @@ def sweep_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytes
     axes = {"model": {"opt": str(tiny["opt"]), "none": str(place / "none")}, "sparsity": ["50%", "2:4", "70%"]}
     axes |= {"samples": [2, 4], "alpha": [0.1, 0.2], "beta": [0.1, 0.2]}
     left_out = [{"model": "none", "alpha": 0.2}, {"model": "none", "beta": 0.2}, {"model": "none", "samples": 2}]
+    left_out += [{"samples": 4, "alpha": 0.2}, {"samples": 4, "beta": 0.2}]
     values = {"opt": {"50%": 3.5}}
     entry = {"source": "A & B <2024>", "measure": "perplexity", "axes": ["model", "sparsity"], "values": values}
     content = {"title": "Small & wide", "recipe": shared, "axes": axes, "leave_out": left_out, "published": [entry]}
@@ -82,6 +83,21 @@ def sweep_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytes
     done = CliRunner().invoke(app, ["sweep", str(place / "s.yaml"), str(place / "out")])
     assert done.exit_code == 1, done.stderr
     return place / "out"
+
+
+Drawn = tuple[str, list[Plot]]
+
+
+@pytest.fixture(scope="module")
+def run_page(run_folder: Path) -> Drawn:
+    """The page of the run, and its plots."""
+    return report_page(run_folder)
+
+
+@pytest.fixture(scope="module")
+def sweep_page(sweep_folder: Path) -> Drawn:
+    """The page of the sweep, and its plots."""
+    return report_page(sweep_folder)
 
 
 class Page(HTMLParser):
@@ -125,8 +141,8 @@ def check(text: str, found: list[Plot]) -> Page:
     return page
 
 
-def test_the_page_of_a_run(run_folder: Path) -> None:
-    text, found = report_page(run_folder)
+def test_the_page_of_a_run(run_folder: Path, run_page: Drawn) -> None:
+    text, found = run_page
     check(text, found)
     assert [plot.name for plot in found] == ["error-map", "convergence", "time"], "the sparsities are equal"
     told = load_report(run_folder)
@@ -145,8 +161,8 @@ def test_the_page_of_a_run(run_folder: Path) -> None:
     assert len(maps["convergence"].rows) == sum(len(block.epochs) for block in told.blocks)
 
 
-def test_the_page_of_a_sweep(sweep_folder: Path) -> None:
-    text, found = report_page(sweep_folder)
+def test_the_page_of_a_sweep(sweep_page: Drawn) -> None:
+    text, found = sweep_page
     check(text, found)
     names = [plot.name for plot in found]
     assert names[:2] == ["sparsity-0", "samples-0"]
@@ -177,8 +193,8 @@ def test_the_command_writes_page_and_pictures(run_folder: Path, tmp_path: Path, 
     assert run_folder.with_name("out.html").is_file()
 
 
-def test_pages_are_the_same_twice(run_folder: Path) -> None:
-    assert report_page(run_folder)[0] == report_page(run_folder)[0]
+def test_pages_are_the_same_twice(run_folder: Path, run_page: Drawn) -> None:
+    assert report_page(run_folder)[0] == run_page[0]
 
 
 PERPLEXITY = {"demo": {"dense": perplexity(43.5, 1.0), "pruned": perplexity(50.9, 1.5)}}
@@ -335,8 +351,8 @@ def again(text: str) -> tuple[list[str], str]:
     return typed(part_of(text, r"<h2>Run it again</h2>\s*<pre>(.*?)</pre>")), b64decode(content).decode()
 
 
-def test_the_command_and_the_recipe_of_a_page_give_the_same_run(run_folder: Path, command: Command) -> None:
-    text, _ = report_page(run_folder)
+def test_the_command_and_the_recipe_of_a_page_give_the_same_run(run_folder: Path, run_page: Drawn, command: Command) -> None:
+    text, _ = run_page
     words, recipe = again(text)
     expected = load_report(run_folder).recipe
     assert validated(Recipe, yaml.safe_load(recipe)) == expected
@@ -397,8 +413,8 @@ def test_the_sweep_of_a_page_reads_as_the_same_sweep(smoke: bool, tmp_path: Path
     assert any(beside[0])
 
 
-def test_the_page_of_a_sweep_has_its_file_without_local_paths(sweep_folder: Path, tmp_path: Path) -> None:
-    text, _ = report_page(sweep_folder)
+def test_the_page_of_a_sweep_has_its_file_without_local_paths(sweep_folder: Path, sweep_page: Drawn, tmp_path: Path) -> None:
+    text, _ = sweep_page
     words, content = again(text)
     assert words == ["sweep", "sweep.yaml", "out-again"]
     (tmp_path / "sweep.yaml").write_text(content, encoding="utf-8")
@@ -441,9 +457,9 @@ def test_without_matplotlib(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("kind", ["run", "sweep"])
-def test_in_a_browser(kind: str, run_folder: Path, sweep_folder: Path, tmp_path: Path) -> None:
+def test_in_a_browser(kind: str, run_page: Drawn, sweep_page: Drawn, tmp_path: Path) -> None:
     """Opened from a file, without a network: every plot is there, the console stays silent, something is painted."""
-    text, found = report_page(run_folder if kind == "run" else sweep_folder)
+    text, found = run_page if kind == "run" else sweep_page
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     quiet = [
         "--no-first-run",
