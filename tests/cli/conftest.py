@@ -63,6 +63,29 @@ def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return made
 
 
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of random models with the bundled models' classes and tokenizers, two blocks and a quarter of the width."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from sparsellm.data.demo import FAMILIES, model_path
+
+    folders = {}
+    for family in FAMILIES:
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(model_path(family))
+        config.num_hidden_layers = 2
+        for name in ("hidden_size", "word_embed_proj_dim", "ffn_dim", "intermediate_size"):
+            if hasattr(config, name):
+                setattr(config, name, getattr(config, name) // 4)
+        if hasattr(config, "head_dim"):
+            config.head_dim //= 4
+        folders[family] = tmp_path_factory.mktemp("bundled") / family
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[family])
+        AutoTokenizer.from_pretrained(model_path(family)).save_pretrained(folders[family])
+    return folders
+
+
 @pytest.fixture(scope="module")
 def packed(outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed OPT; not to be written to."""

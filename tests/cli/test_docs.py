@@ -60,30 +60,6 @@ def smaller(words: list[str]) -> list[str]:
     return [*words, *(word for option in options for word in option)]
 
 
-@pytest.fixture(scope="session")
-def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of random models with the bundled models' classes and tokenizers, two blocks and a quarter of the width."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from sparsellm.data.demo import FAMILIES, model_path
-
-    folders = {}
-    for family in FAMILIES:
-        torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(model_path(family))
-        config.num_hidden_layers = 2
-        for name in ("hidden_size", "word_embed_proj_dim", "ffn_dim", "intermediate_size"):
-            if hasattr(config, name):
-                setattr(config, name, getattr(config, name) // 4)
-        if hasattr(config, "head_dim"):
-            config.head_dim //= 4
-        folders[family] = tmp_path_factory.mktemp("bundled") / family
-        AutoModelForCausalLM.from_config(config).save_pretrained(folders[family])
-        AutoTokenizer.from_pretrained(model_path(family)).save_pretrained(folders[family])
-    return folders
-
-
 @pytest.mark.parametrize(
     ("page", "bundled"),
     [
