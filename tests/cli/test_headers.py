@@ -69,15 +69,15 @@ HEADERS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
-def test_a_damaged_header_is_refused(change: Change, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_header_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
     """Whatever is wrong with a header ends in BadCheckpoint with the file's name."""
-    file = Path(shutil.copy(tiny["llama"] / "model.safetensors", tmp_path))
-    assert read_headers(file).keys() == load_file(file).keys()
-    rewritten(file, change)
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors") as caught:
-        read_headers(file)
-    assert len(str(caught.value)) < 400
+    for name, change in HEADERS.items():
+        file = Path(shutil.copy(tiny["llama"] / "model.safetensors", tmp_path))
+        assert read_headers(file).keys() == load_file(file).keys()
+        rewritten(file, change)
+        with pytest.raises(BadCheckpoint, match=r"model\.safetensors") as caught:
+            pytest.fail(f"{name} is read as {read_headers(file)}")
+        assert len(str(caught.value)) < 400, name
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**63, 2**64 - 1])

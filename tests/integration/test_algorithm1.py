@@ -28,6 +28,7 @@ from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram, TokenCount
+from tests.pairwise import pairwise
 from tests.pruning import prune_blocks
 
 SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()]
@@ -198,13 +199,16 @@ def test_omega(family: str) -> None:
         assert torch.equal(one, other) == (name not in coupled), name
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(0.1, 0.1), (1.0, 0.05), (0.1, 5.0)])
-@pytest.mark.parametrize("solver", [Magnitude(), SparseGPT()], ids=lambda solver: type(solver).__name__)
-@two_families
+@pytest.mark.parametrize(
+    ("alpha_beta", "solver", "family"),
+    pairwise([(0.1, 0.1), (1.0, 0.05), (0.1, 5.0)], [Magnitude(), SparseGPT()], ["opt", "llama"]),
+    ids=str,
+)
 def test_signals_never_raise_the_objective(
-    family: str, solver: LayerSolver, alpha: float, beta: float, after_signals: list[float]
+    alpha_beta: tuple[float, float], solver: LayerSolver, family: str, after_signals: list[float]
 ) -> None:
     """In every epoch of every block the objective is no higher after the signals than before, up to rounding."""
+    alpha, beta = alpha_beta
     _, steps = prune(family, PublishedSparseLLM(solver, epochs=3, alpha=alpha, beta=beta))
     epochs = epochs_of(steps)
     assert [epoch.epoch for epoch in epochs] == [1, 2, 3] * 2
@@ -214,13 +218,16 @@ def test_signals_never_raise_the_objective(
     assert alpha * after_signals[0] < 0.9 * epochs[0].after_weights
 
 
-@pytest.mark.parametrize("solver", [Magnitude(), SparseGPT()], ids=lambda solver: type(solver).__name__)
-@pytest.mark.parametrize(("index", "alpha", "beta"), [(0, 0.1, 0.1), (1, 1.0, 0.3)])
-@every_family
+@pytest.mark.parametrize(
+    ("family", "settings", "solver"),
+    pairwise(["opt", "llama", "llama-bias"], [(0, 0.1, 0.1), (1, 1.0, 0.3)], [Magnitude(), SparseGPT()]),
+    ids=str,
+)
 def test_against_algorithm_1_in_memory(
-    family: str, index: int, alpha: float, beta: float, solver: LayerSolver, after_signals: list[float]
+    family: str, settings: tuple[int, float, float], solver: LayerSolver, after_signals: list[float]
 ) -> None:
     """The streamed float32 sums give the objectives, true errors and weights of the slow float64 reference."""
+    index, alpha, beta = settings
     layers, method = [*READERS[family], WRITER[family]], PublishedSparseLLM(solver, 3, alpha, beta, keep_best=False)
     model, steps = prune(family, method, "60%", chosen=frozenset({index}), include=layers)
     trace, weights = algorithm_1(family, index, solver, parse_pattern("60%"), method)

@@ -18,6 +18,7 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.runs import conversion, export, packing
 from sparsellm.runs import run as runs
+from tests.pairwise import pairwise
 
 if TYPE_CHECKING:
     from typer.testing import Result
@@ -69,9 +70,10 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("when", ["write_checkpoint", "check_written", "set_default_permissions"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "when", "offload"),
+    pairwise([*CHANGES], ["write_checkpoint", "check_written", "set_default_permissions"], [False, True]),
+)
 def test_a_model_changed_during_a_run(
     change: str, when: str, offload: bool, dense: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,17 +98,17 @@ def test_sizes_of_other_families_are_refused(family: str, fields: dict[str, Any]
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "rope_parameters", "hidden_act", "pad_token_id"])
-@pytest.mark.parametrize("value", ["x", None, -1, 0, 1.5, [], [[1]], {"a": {}}, True], ids=repr)
-def test_a_field_of_another_type_never_ends_in_another_error(field: str, value: Any, model: Path) -> None:
+def test_a_field_of_another_type_never_ends_in_another_error(field: str, model: Path) -> None:
     """What a configuration makes of it is transformers' matter; what it cannot make anything of is told."""
-    changed(model, **{field: value})
-    told = "config.json"
-    try:
-        open_checkpoint(str(model)).skeleton()
-    except SparseLLMError as error:
-        told = str(error)
-    assert "config.json" in told
-    assert len(told) < 1000
+    for value in ("x", None, -1, 0, 1.5, [], [[1]], {"a": {}}, True):
+        changed(model, **{field: value})
+        told = "config.json"
+        try:
+            open_checkpoint(str(model)).skeleton()
+        except SparseLLMError as error:
+            told = str(error)
+        assert "config.json" in told, value
+        assert len(told) < 1000, value
 
 
 def test_lengths_and_token_numbers_may_be_of_any_size(model: Path) -> None:

@@ -128,17 +128,15 @@ def test_files_go_when_something_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "files", "host"])
-@pytest.mark.parametrize(
-    "wanted", [slice(0, 13), slice(0, 11), slice(11, 13), slice(5, 6), slice(0, 13, 4), slice(2, 12, 3)], ids=str
-)
-def test_rows(kind: str, wanted: slice, tmp_path: Path) -> None:
+def test_rows(kind: str, tmp_path: Path) -> None:
     """Rows are counted over the whole list; tensors without any are left out; cuts of cuts too."""
     source = [] if kind == "memory" else list_of(kind, tmp_path)
     for tensor in some():
         source.append(tensor)
-    found = RowSubset(source, wanted)
-    assert torch.equal(torch.cat(list(found)), torch.cat(some())[wanted])
-    assert lengths(found) == [len(tensor) for tensor in found]
-    assert all(lengths(found))
-    again = RowSubset(found, slice(0, sum(lengths(found)), 2))
-    assert torch.equal(torch.cat(list(again)), torch.cat(some())[wanted][::2])
+    for wanted in (slice(0, 13), slice(0, 11), slice(11, 13), slice(5, 6), slice(0, 13, 4), slice(2, 12, 3)):
+        found = RowSubset(source, wanted)
+        assert torch.equal(torch.cat(list(found)), torch.cat(some())[wanted])
+        assert lengths(found) == [len(tensor) for tensor in found]
+        assert all(lengths(found))
+        again = RowSubset(found, slice(0, sum(lengths(found)), 2))
+        assert torch.equal(torch.cat(list(again)), torch.cat(some())[wanted][::2])

@@ -45,13 +45,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @needs_kernel
 @pytest.mark.parametrize("left", LAYOUTS)
-@pytest.mark.parametrize("right", LAYOUTS)
-def test_matmul_of_every_layout(left: str, right: str) -> None:
-    one, other = LAYOUTS[left](normal(160, 192)), LAYOUTS[right](normal(192, 144, seed=1))
-    expected = (one.double() @ other.double()).float()
-    got = products.matmul(one, other)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert got.is_contiguous()
+def test_matmul_of_every_layout(left: str) -> None:
+    for right in LAYOUTS.values():
+        one, other = LAYOUTS[left](normal(160, 192)), right(normal(192, 144, seed=1))
+        expected = (one.double() @ other.double()).float()
+        got = products.matmul(one, other)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert got.is_contiguous()
 
 
 @needs_kernel

@@ -19,6 +19,7 @@ from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
+from tests.pairwise import pairwise
 from tests.unit.solvers.test_solvers import problem_of
 
 
@@ -32,13 +33,12 @@ def definite(size: int, seed: int) -> Tensor:
     return moment * scale.outer(scale)
 
 
-@pytest.mark.parametrize("text", ["60%", "2:4"])
 @pytest.mark.parametrize(
-    ("full", "growing"), [(False, False), (True, False), (True, True)], ids=["plain", "curvature", "growing penalty"]
+    ("text", "form", "relaxation"), pairwise(["60%", "2:4"], ["plain", "curvature", "growing penalty"], [1.0, 1.6])
 )
-@pytest.mark.parametrize("relaxation", [1.0, 1.6])
-def test_is_admm_with_its_penalties(text: str, full: bool, growing: bool, relaxation: float) -> None:
+def test_is_admm_with_its_penalties(text: str, form: str, relaxation: float) -> None:
     """The textbook's iteration, V and all, each step's system solved as one of (out in, out in)."""
+    full, growing = form != "plain", form == "growing penalty"
     out, width, penalty, pattern = 6, 8, 0.6, parse_pattern(text)
     generator = torch.Generator().manual_seed(5)
     target = torch.randn(out, width, generator=generator).double()

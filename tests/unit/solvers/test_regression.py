@@ -10,6 +10,7 @@ from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.regression import LinearTargetRegression, PairedStatistics, Regression, TargetRegression
 from sparsellm.solvers.statistics import Gram
+from tests.pairwise import pairwise
 
 TOKENS, FEATURES, OUTPUTS = 400, 16, 6
 CONSTANT_INPUTS = [3, 11]
@@ -89,9 +90,7 @@ def test_errors_biases_and_power(split: list[int], affine: bool) -> None:
     assert found.error(nothing) == pytest.approx(found.power)
 
 
-@every_form
-@every_split
-@pytest.mark.parametrize("ridge", [1e-6, 1e-3, 0.3])
+@pytest.mark.parametrize(("ridge", "split", "affine"), pairwise([1e-6, 1e-3, 0.3], SPLITS, [True, False]), ids=str)
 def test_targets_by_least_squares(ridge: float, split: list[int], affine: bool) -> None:
     """The problem's target is the ridge regression on the tokens, pulled toward the prior; with a bias, about the means."""
     x, y = tokens()

@@ -142,16 +142,16 @@ def test_sizes_of_gaussian_weights(sparsity: float, most: float, by_magnitude: b
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
-def test_sizes_are_estimated_from_above(dtype: torch.dtype, sparsity: float) -> None:
+def test_sizes_are_estimated_from_above(dtype: torch.dtype) -> None:
     """Of weights that are removed by their size, within 15 %."""
-    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 0.02
-    removed = math.ceil(sparsity * weight.numel())
-    if removed:
-        weight[weight.abs() <= weight.abs().flatten().kthvalue(removed).values] = 0
-    stored = size(encode(weight.to(dtype))) if sparsity else weight.to(dtype).nbytes
-    estimated = estimated_bytes(weight.numel(), removed, str(dtype).removeprefix("torch."))
-    assert stored <= estimated < 1.15 * stored
+    for sparsity in (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9):
+        weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 0.02
+        removed = math.ceil(sparsity * weight.numel())
+        if removed:
+            weight[weight.abs() <= weight.abs().flatten().kthvalue(removed).values] = 0
+        stored = size(encode(weight.to(dtype))) if sparsity else weight.to(dtype).nbytes
+        estimated = estimated_bytes(weight.numel(), removed, str(dtype).removeprefix("torch."))
+        assert stored <= estimated < 1.15 * stored, sparsity
 
 
 def mutate(parts: dict[str, Tensor], random: Random) -> dict[str, Tensor]:
