@@ -119,7 +119,7 @@ def test_commands_that_read_reports_need_no_transformers(tiny: dict[str, Path], 
     assert "generation_config.json was changed" in message
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("opt", marks=pytest.mark.long), "llama"])
 def test_inspect_needs_no_transformers(family: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     """Of an output whose layers are tensors of their own, some of them left dense."""
     sparsellm.prune(tiny[family], "magnitude", "2:4", exclude="*k_proj").save_pretrained(tmp_path / "run")
@@ -133,7 +133,8 @@ def test_inspect_of_a_bundled_model_that_was_pruned_needs_no_transformers(family
     assert run(tmp_path, "inspect", "run", "--expect", "60%")[0::2] == (0, {"torch"})
 
 
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "mixtral"])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_the_class_of_a_model_tells_where_layers_are(family: str, tmp_path: Path) -> None:
     """GPT-2 stores layers transposed, and experts are parts of a tensor: they are verified as well."""
     tiny_of(family).save_pretrained(tmp_path / "dense")

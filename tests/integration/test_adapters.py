@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +78,21 @@ def both(tiny: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def runs(folder: Path, text: Path, out: Path, *, peft: bool) -> dict[str, Any]:
-    """The results of a few commands in a process with PEFT or without."""
+    """The results of a few commands, with PEFT in this process or without it in another one."""
     out.mkdir()
-    (out / "sitecustomize.py").write_text("" if peft else ABSENT)
-    paths = os.pathsep.join([str(out), str(Path(sparsellm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    line = [sys.executable, "-c", RUNS, str(folder), str(text), str(out)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths})
-    assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads(done.stdout)
+    words = [str(folder), str(text), str(out)]
+    if peft:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+            patch.setattr(sys, "argv", ["", *words])
+            exec(RUNS, {})
+        results: dict[str, Any] = json.loads(printed.getvalue())
+    else:
+        (out / "sitecustomize.py").write_text(ABSENT)
+        paths = os.pathsep.join([str(out), str(Path(sparsellm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        line = [sys.executable, "-c", RUNS, *words]
+        done = subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths})
+        assert done.returncode == 0, done.stderr
+        results = json.loads(done.stdout)
     for name, found in results.items():
         if name != "peft":
             assert found["status"] == 0, found

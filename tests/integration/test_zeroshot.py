@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,14 @@ SHARED = Path(__file__).parents[3] / "shared"
 PAPER = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
 
 
-@cache
-def every_task() -> Any:
-    """lm-eval's own list of its tasks, which takes it seconds to read."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()
-
-
 def by_hand(model: Path, tasks: list[Any], limit: int | None = None) -> dict[str, dict[str, float]]:
     """lm-eval's own results for a saved folder, as its command line gives them."""
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
     words = {"pretrained": str(model), "dtype": "float32"}
     given = {"num_fewshot": 0, "batch_size": 8, "device": "cpu", "limit": limit, "log_samples": False}
-    found = simple_evaluate("hf", words, tasks=tasks, task_manager=every_task(), **given)
+    found = simple_evaluate("hf", words, tasks=tasks, task_manager=TaskManager(include_defaults=False), **given)
     assert found is not None
     return dict(found["results"])
 
