@@ -51,10 +51,8 @@ ROADS: dict[str, dict[str, Any]] = {
     "full, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800},
     "lora": {"train": "lora"},
     "lora, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800, "train": "lora"},
-    "norms": {"train": "norms"},
     "full, text": {"loss": "text"},
     "lora, text": {"train": "lora", "loss": "text"},
-    "norms, text": {"train": "norms", "loss": "text"},
     "full, hidden": {"loss": "hidden"},
     "full, gradual": {"stages": 4},
 }
@@ -62,7 +60,7 @@ ROADS: dict[str, dict[str, Any]] = {
 GRADUAL, START = "full, gradual", "50%"
 """From half of the weights on, in stages of as many steps each; the share is that of what one pruning to the end loses."""
 
-TIMED_ROADS, TIMED_STEPS, TIMED_VALIDATIONS = ("full", "lora", "norms", "full, text"), 240, 2
+TIMED_ROADS, TIMED_STEPS, TIMED_VALIDATIONS = ("full", "lora", "full, text"), 240, 2
 """Validations are as frequent as in a training of the usual length."""
 
 

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
 from typer.testing import Result
 
 import sparsellm
+from sparsellm import load_report
 from sparsellm.cli.app import app
 from sparsellm.errors import InvalidSetting
+from sparsellm.reports.page import report_page
 from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.removed import REMOVED
+from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]
 
 FIELD, REPORTS = "allocation_bounds", Path(__file__).parents[1] / "reports"
 
+ASKED = [("recovered", "train", "norms")]
+"""Settings that a report of an earlier revision may have, and that no run can have now: the report, the field, the value."""
+
 
 def test_what_was_removed_is_gone() -> None:
     """An entry that outlives its subject would answer for something that exists."""
-    commands = set(typer.main.get_group(app).commands)
-    assert not REMOVED.keys() & (
-        set(RecipeFields.model_fields) | set(RecoveryFields.model_fields) | commands | set(dir(sparsellm))
-    )
+    fields = RecoveryFields.model_fields | RecipeFields.model_fields
+    assert not REMOVED.keys() & {*fields, *typer.main.get_group(app).commands, *dir(sparsellm)}
+    for name, value in (key.split("=") for key in REMOVED if "=" in key):
+        assert value not in get_args(fields[name].annotation)
 
 
 def test_an_option_names_its_replacement(tmp_path: Path, command: Command) -> None:
@@ -54,6 +64,35 @@ def test_a_setting_names_its_replacement(tmp_path: Path) -> None:
     for fields, file in (({"model": "demo:opt", FIELD: "60%:95%"}, None), ({}, tmp_path / "recipe.yaml")):
         with pytest.raises(InvalidSetting, match=f"nknown field '{FIELD}'. A rule of `allocation` has no bounds any more"):
             read_recipe(fields, file)
+
+
+@pytest.mark.parametrize("key", [key for key in REMOVED if "=" in key])
+def test_a_value_names_its_replacement(key: str, tmp_path: Path, command: Command) -> None:
+    """In Python and on the command line, before a model is read; for a value that never was one, the nearest is told."""
+    name, value = key.split("=")
+    saved = json.loads((REPORTS / "pruned.json").read_text(encoding="utf-8"))
+    (tmp_path / "sparsellm.json").write_text(json.dumps(saved | {"files": []}), encoding="utf-8")
+    with pytest.raises(InvalidSetting, match=re.escape(f"`{name}` is unknown: got '{value}'. {REMOVED[key]}")):
+        sparsellm.recover(tmp_path, "demo:opt", "demo", **{name: value})
+    for words in (("recover", tmp_path, "out", "--against", "demo:opt"), ("plan", "demo:opt", "--recover", tmp_path)):
+        done = command(*words, "--calibration", "demo", f"--{name}", value)
+        refused(done, f"--{name} is unknown: got '{value}'. --train full trains norms and biases with the weights, and --train")
+    with pytest.raises(InvalidSetting, match=rf"got 'no {value}'\. (Did you mean|Known:)"):
+        sparsellm.recover(tmp_path, "demo:opt", "demo", **{name: f"no {value}"})
+
+
+@pytest.mark.parametrize(("report", "name", "value"), ASKED)
+def test_a_report_of_what_was_removed_is_read(report: str, name: str, value: str, tmp_path: Path) -> None:
+    """In text and as a page, which says what its command leaves out."""
+    saved = json.loads((REPORTS / f"{report}.json").read_text(encoding="utf-8"))
+    saved["recipe"][name] = value
+    (tmp_path / "sparsellm.json").write_text(json.dumps(saved), encoding="utf-8")
+    assert str(load_report(tmp_path)) == str(load_report(REPORTS / f"{report}.json"))
+    page, _ = report_page(tmp_path)
+    assert html.escape(f"`{name}` was {value}, which was removed. ") in page
+    assert f"  --{name}" not in page
+    shutil.copy(REPORTS / f"{report}.json", tmp_path / "sparsellm.json")
+    assert "was removed" not in report_page(tmp_path)[0]
 
 
 def test_a_saved_recipe_may_have_it_where_it_was_not_set(tmp_path: Path) -> None:

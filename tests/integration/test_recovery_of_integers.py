@@ -142,21 +142,6 @@ def test_the_loss_is_that_of_what_is_written(
     assert result.report.before(str(text_file)).value != pytest.approx(wanted, rel=1e-4)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("family", "scope"), [("opt", "model"), ("llama", "block")])
-def test_norms_alone_keep_scales_and_integers(
-    family: str, scope: Any, folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path
-) -> None:
-    """`--train norms` keeps every bit of the rounded weights and of the side file."""
-    folder = folders[family]
-    out = recover(folder, loud[family], TOKENS, scope=scope, train="norms", **SETTINGS).save_pretrained(tmp_path / "out")
-    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
-    assert read_scales(folder)
-    assert (out / SCALES_FILE).read_bytes() == (folder / SCALES_FILE).read_bytes()
-    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert changed
-    assert all("norm" in name or name.endswith("bias") for name in changed)
-
-
 def test_recovered_again_and_on_text(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
     """A recovery of a recovery, and one without the dense model, hold the mask too."""
     first = recover(folders["opt"], loud["opt"], TOKENS, **SETTINGS).save_pretrained(tmp_path / "first")

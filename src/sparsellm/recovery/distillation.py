@@ -42,7 +42,7 @@ Loss = Literal["kl", "hidden", "text"]
 TRAINING = MaskedAdam(1200, 2e-3)
 """Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
 
-RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0, "norms": 2.0}
+RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0}
 """Learning rate of each set of trained parameters, relative to that of all; chosen on a Llama of width 256 at 80 %."""
 
 

@@ -36,7 +36,7 @@ def _trained_bytes(block: Block, train: Train, rank: int, rounded: bool) -> int:
     trained = trained_numbers(block, train, rank)
     if train == "full":
         return (4 * COPIES + ROUNDED_BYTES * rounded) * total
-    return 4 * (total + (COPIES - 1) * trained if train == "norms" else LORA_COPIES * total + COPIES * trained)
+    return 4 * (LORA_COPIES * total + COPIES * trained)
 
 
 def trained_numbers(block: Block, train: Train, rank: int) -> int:

@@ -1,7 +1,7 @@
 r"""What gradient steps train, with fixed masks: the parameters themselves, or low-rank factors of a change to them.
 
-Both follow Zimmer et al., PERP: Rethinking the Prune-Retrain Paradigm in the Era of LLMs (2023), which retrains pruned models
-by few parameters: biases and norms, or LoRA (Hu et al., 2022) with the mask inside the product.
+The factors follow Zimmer et al., PERP: Rethinking the Prune-Retrain Paradigm in the Era of LLMs (2023), which retrains pruned
+models by LoRA (Hu et al., 2022) with the mask inside the product.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import Block
 
-Train = Literal["full", "lora", "norms"]
-"""Which parameters of the pruned blocks are trained: all, low-rank changes of the pruned layers, or biases and norms."""
+Train = Literal["full", "lora"]
+"""Which parameters of the pruned blocks are trained: all, or low-rank changes of the pruned layers."""
 
 TRAINING_WIDTH = 256
 """Width of the models on which the learning rates were chosen."""
@@ -109,14 +109,10 @@ def trained_names(block: Block, layers: Sequence[str], train: Train, targets: It
 
     Args:
         layers: The pruned layers, by name within the block.
-        train: Biases and norms leave out routers.
         targets: Full names of the layers that get low-rank changes; None for all pruned ones.
     """
     fixed = block.parameters_of(set(block.layers) - set(layers))
     names = [name for name, _ in block.module.named_parameters() if name not in fixed]
-    unpruned = block.unpruned_parameters()
-    if train == "norms":
-        return [name for name in names if name in unpruned and (unpruned[name].ndim == 1 or name.endswith("bias"))]
     if train == "lora":
         chosen = {block.parameter(name) for name in layers if targets is None or block.full_name(name) in targets}
         return [name for name in names if name in chosen]

@@ -183,7 +183,9 @@ def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]
         "lead": f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
         + (f" {report.packing.describe()}" if report.packing else ""),
-        "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
+        "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration)
+        + [f"{text} The command below leaves it out." for text in dropped.values()]
+        + [" ".join(LEGEND)] * bool(bench),
         "notes": report.notes,
         "tables": tables | _stages(report) | (speed_tables(bench) if bench else {}),
         "legend": " ".join(error_legend(figures.values())) if measured else "",

@@ -27,6 +27,7 @@ from pydantic import (
 
 from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.errors import InvalidSetting
+from sparsellm.runs.removed import without_removed
 
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
@@ -264,8 +265,8 @@ class RecoveryFields(RunFields):
     scope: Literal["block", "model"] = _option(
         "model", "Weights that are trained together: each block's, or the whole model's."
     )
-    train: Literal["full", "lora", "norms"] = _option(
-        "full", "Parameters to train: full (all), lora (low-rank changes of the pruned layers), or norms (norms and biases)."
+    train: Literal["full", "lora"] = _option(
+        "full", "Parameters to train: full (all), or lora (low-rank changes of the pruned layers)."
     )
     loss: Literal["kl", "hidden", "text"] | None = _option(
         None,
@@ -299,7 +300,7 @@ def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a recipe, as plain data, that differ from their defaults, and its method."""
     declared = (RecoveryFields if "pruned" in fields else RecipeFields).model_fields
     defaults = {name: [] if field.default == () else field.default for name, field in declared.items() if name != "method"}
-    return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
+    return {name: x for name, x in without_removed(fields).items() if name not in defaults or x != defaults[name]}
 
 
 def recipe_yaml(fields: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.publication import is_file, local_files
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS, is_object
-from sparsellm.runs.removed import replacement, without_removed
+from sparsellm.runs.removed import instead, replacement, without_removed
 
 Kind = TypeVar("Kind", bound=RunRecipe)
 
@@ -137,10 +137,8 @@ def read_fields(path: Path) -> dict[str, Any]:
         )
     for key in content:
         if str(key) not in Recipe.model_fields:
-            raise InvalidSetting(
-                f"The recipe {path} has an unknown field {str(key)!r}. "
-                f"{replacement(str(key)) or nearest(str(key), Recipe.model_fields)}"
-            )
+            advice = instead(str(key), Recipe.model_fields)
+            raise InvalidSetting(f"The recipe {path} has an unknown field {str(key)!r}. {advice}")
     return content
 
 
@@ -161,10 +159,10 @@ def explain(error: Any, fields: Collection[str]) -> str:
         return str(own)
     field = ".".join(map(str, error["loc"])) or "recipe"
     if error["type"] == "extra_forbidden":
-        name = str(error["loc"][-1])
-        return f"Unknown field {field!r}. {replacement(name) or nearest(name, fields)}"
+        return f"Unknown field {field!r}. {instead(str(error['loc'][-1]), fields)}"
     if error["type"] == "literal_error":
         valid = [value.strip("' ") for value in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         name = field.rstrip("0123456789").rstrip(".")  # of a list, the field rather than the position in it
-        return f"`{name}` is unknown: got {error['input']!r}. {nearest(str(error['input']), valid)}"
+        advice = replacement(name, error["input"]) or nearest(str(error["input"]), valid)
+        return f"`{name}` is unknown: got {error['input']!r}. {advice}"
     return f"`{field}`: {error['msg'].lower()}, got {printable(repr(error['input']), 80)}."

@@ -206,7 +206,7 @@ def _trainable_scales(recipe: RecoveryRecipe, folder: Path, skeleton: PreTrained
     if scales and recipe.train == "lora":
         raise InvalidSetting(
             f"{recipe.pruned} is quantized, and `train` lora would not keep its weights integers times scales. "
-            "Pass `train='full'`, which trains integers, scales, norms and biases, or `train='norms'`."
+            "Pass `train='full'`, which trains integers, scales, norms and biases."
         )
     return scales
 

@@ -80,6 +80,6 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
     def describe_steps(self) -> str:
         """Describe the training in part of a sentence."""
         trained = "each block" if self.scope == "block" else "the whole model"
-        of = {"full": "", "lora": f" by LoRA of rank {self.lora_rank}", "norms": "'s norms and biases"}[self.train]
+        of = f" by LoRA of rank {self.lora_rank}" if self.train == "lora" else ""
         on = {"kl": "", "hidden": ", toward the hidden states", "text": ", on text"}[self.resolved_loss if self.loss else "kl"]
         return f"{self.resolved_steps} gradient steps over {trained}{of}{on}"

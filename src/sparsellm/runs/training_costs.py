@@ -74,8 +74,6 @@ def _step_work(blocks: Sequence[Block], train: Train, rank: int, *, batches: int
     done = work(passes=numbers * (first + further * (batches - 1) + ADAM_BYTES))
     if train == "full":
         return done + work(passes=MASK_BYTES * weights)
-    if train == "norms":
-        return done
     formed, read = LORA_BYTES
     once = work(2 * rank * weights, passes=(formed + MASK_BYTES) * weights)  # B A
     return done + once + batches * work(4 * rank * weights, passes=(read + MASK_BYTES) * weights)  # Bᵀ G and G Aᵀ
@@ -96,8 +94,7 @@ def block_training_cost(method: BlockRecovery, ready: Prepared, shapes: BlockSha
     validations = (min(VALIDATIONS, steps) + 1) * shapes.forward(method.training.held * shapes.tokens)
     largest = max(pruned, key=lambda block: trained_numbers(block, "full", 0))
     one = _step_work([largest], method.train, rank, batches=-(-per_step // shapes.batch))
-    passes = (2 if method.train == "norms" else 3) * shapes.forward(per_step)
-    done = moved + shapes.forward(shapes.tokens) + steps * (passes + one) + validations
+    done = moved + shapes.forward(shapes.tokens) + steps * (3 * shapes.forward(per_step) + one) + validations
     return Cost(memory, [2 * shapes.stream], done)
 
 
@@ -142,5 +139,5 @@ def model_training_costs(
     if outside:
         logits += stepped * work(2 * vocabulary * shapes.width)  # the gradient by the output head
     step = _step_work(ready.blocks, train, rank, batches=-(-per_step * length // batch), outside=outside)
-    passed = (3 if train == "norms" else 4) * stepped + validated  # forward, again forward, and backward
+    passed = 4 * stepped + validated  # forward, again forward, and backward
     yield TRAINING, Cost(memory, [], depth * shapes.forward(passed) + logits + recipe.model_steps * step)

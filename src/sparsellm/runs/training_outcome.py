@@ -66,9 +66,8 @@ def why_unchanged(training: TrainingResult, recipe: RunRecipe) -> str:
         return f"{message}. Use more `samples`"
     default = type(recipe).default_steps(recipe.scope)
     if first.held_out > training.before and recipe.resolved_steps < default:
-        less = "" if recipe.train == "norms" else ", or train less with `train='norms'`"
         return (
             f"{message}. The learning rate was at its height after {first.step} of {recipe.resolved_steps} steps, the loss "
-            f"{first.held_out:.4g}, and too few steps with a low rate followed. Pass more `steps`, by default {default}{less}"
+            f"{first.held_out:.4g}, and too few steps with a low rate followed. Pass more `steps`, by default {default}"
         )
     return f"{message}. Use more text, with more `samples`, or more `steps`"
