@@ -1,4 +1,4 @@
-"""What training wins back of what pruning lost, by what is trained and with or without the dense model: docs/recover.md.
+"""What training wins back of what pruning lost, by what is trained: docs/recover.md.
 
     python benchmarks/recover.py measure demo:opt
     python benchmarks/recover.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
@@ -51,16 +51,13 @@ ROADS: dict[str, dict[str, Any]] = {
     "full, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800},
     "lora": {"train": "lora"},
     "lora, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800, "train": "lora"},
-    "full, text": {"loss": "text"},
-    "lora, text": {"train": "lora", "loss": "text"},
-    "full, hidden": {"loss": "hidden"},
     "full, gradual": {"stages": 4},
 }
 
 GRADUAL, START = "full, gradual", "50%"
 """From half of the weights on, in stages of as many steps each; the share is that of what one pruning to the end loses."""
 
-TIMED_ROADS, TIMED_STEPS, TIMED_VALIDATIONS = ("full", "lora", "full, text"), 240, 2
+TIMED_ROADS, TIMED_STEPS, TIMED_VALIDATIONS = ("full", "lora"), 240, 2
 """Validations are as frequent as in a training of the usual length."""
 
 

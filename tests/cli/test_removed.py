@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -21,14 +21,14 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.reports.page import report_page
 from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.removed import REMOVED
+from sparsellm.runs.removed import REMOVED, asks_for_removed, without_removed
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]
 
 FIELD, REPORTS = "allocation_bounds", Path(__file__).parents[1] / "reports"
 
-ASKED = [("recovered", "train", "norms")]
+ASKED = [("recovered", "train", "norms"), ("recovered", "loss", "text"), ("gradual", "loss", "hidden")]
 """Settings that a report of an earlier revision may have, and that no run can have now: the report, the field, the value."""
 
 
@@ -40,11 +40,16 @@ def test_what_was_removed_is_gone() -> None:
         assert value not in get_args(fields[name].annotation)
 
 
-def test_an_option_names_its_replacement(tmp_path: Path, command: Command) -> None:
-    done = command("prune", "demo:opt", tmp_path / "out", "--allocation-bounds", "60%:95%")
-    assert done.exit_code == 2
-    assert "No such option: --allocation-bounds. A rule of --allocation has no bounds any more" in " ".join(done.stderr.split())
-    assert "Did you mean" not in done.stderr
+@pytest.mark.parametrize(
+    ("words", "option", "said"),
+    [
+        (("prune", "demo:opt", "out"), "--allocation-bounds", "A rule of --allocation has no bounds any more"),
+        (("recover", "pruned", "out"), "--loss", "--scope model lowers the divergence of the predictions, --scope block"),
+    ],
+)
+def test_an_option_names_its_replacement(words: tuple[str, ...], option: str, said: str, command: Command) -> None:
+    message = refused(command(*words, option, "60%:95%"), f"No such option: {option}. {said}", status=2)
+    assert "Did you mean" not in message
 
 
 @pytest.mark.parametrize("name", ["methods", "doctor", "compare"])
@@ -93,6 +98,21 @@ def test_a_report_of_what_was_removed_is_read(report: str, name: str, value: str
     assert f"  --{name}" not in page
     shutil.copy(REPORTS / f"{report}.json", tmp_path / "sparsellm.json")
     assert "was removed" not in report_page(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {FIELD: None},
+        {"pruned": "p", "loss": None},
+        {"pruned": "p", "scope": "model", "loss": "kl"},
+        {"pruned": "p", "scope": "block", "loss": "hidden"},
+        {"pruned": "p", "train": "lora"},
+    ],
+)
+def test_what_a_run_does_anyway_is_nothing_removed(fields: dict[str, Any]) -> None:
+    assert asks_for_removed(fields) == {}
+    assert not REMOVED.keys() & without_removed(fields).keys()
 
 
 def test_a_saved_recipe_may_have_it_where_it_was_not_set(tmp_path: Path) -> None:

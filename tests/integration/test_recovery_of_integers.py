@@ -142,15 +142,13 @@ def test_the_loss_is_that_of_what_is_written(
     assert result.report.before(str(text_file)).value != pytest.approx(wanted, rel=1e-4)  # type: ignore[union-attr]
 
 
-def test_recovered_again_and_on_text(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
-    """A recovery of a recovery, and one without the dense model, hold the mask too."""
+def test_recovered_again(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
+    """A recovery of a recovery holds the mask too."""
     first = recover(folders["opt"], loud["opt"], TOKENS, **SETTINGS).save_pretrained(tmp_path / "first")
     second = recover(first, loud["opt"], TOKENS, scope="block", **SETTINGS).save_pretrained(tmp_path / "second")
-    third = recover(second, calibration=TOKENS, loss="text", steps=60, batch_size=2).save_pretrained(tmp_path / "third")
-    found = [integers_of(folder) for folder in (folders["opt"], first, second, third)]
+    found = [integers_of(folder) for folder in (folders["opt"], first, second)]
     for one, two in itertools.pairwise(found):
         changed_integers(one, two)
-    for one, two in itertools.pairwise(found[:3]):
         assert any(not torch.equal(scales, two[name][1]) for name, (_, scales) in one.items())
 
 

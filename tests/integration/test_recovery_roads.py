@@ -1,4 +1,4 @@
-"""Each set of trained parameters with each loss: what changes and what stays, in float32 and bfloat16, reloaded and packed."""
+"""Each set of trained parameters in each scope: what changes and what stays, in float32 and bfloat16, reloaded and packed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from sparsellm import load_report, pack, prune, recover, unpack, verify
 from sparsellm.errors import InvalidSetting
 from sparsellm.recovery import distillation
-from sparsellm.recovery.distillation import count_held_out
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
 from sparsellm.runs import recipe
@@ -54,15 +52,14 @@ def folders(loud: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return {family: pruned(loud[family], folder / family) for family in ("opt", "llama")}
 
 
-LOSSES = (("model", "kl"), ("model", "hidden"), ("model", "text"), ("block", "hidden"))
 CASES = [
-    (family, train, scope, loss, (number + (family == "llama")) % 2 == 1)
+    (family, train, scope, (number + (family == "llama")) % 2 == 1)
     for family in ("opt", "llama")
-    for number, (train, (scope, loss)) in enumerate(product(("full", "lora"), LOSSES))
+    for number, (train, scope) in enumerate(product(("full", "lora"), ("model", "block")))
 ]
-"""Trained parameters, scope and loss, every other time with products in bfloat16."""
+"""Trained parameters and scope, every other time with products in bfloat16."""
 
-QUICK = {CASES[number] for number in (3, 4, 9, 14)}
+QUICK = {CASES[number] for number in (1, 2, 4, 7)}
 
 
 @pytest.mark.parametrize(
@@ -113,19 +110,18 @@ def test_best_effort_of_a_bundled_model(family: str, monkeypatch: pytest.MonkeyP
     assert all(0.5 * before < loss < 1.5 * before for loss in later)
 
 
-@pytest.mark.parametrize(("family", "train", "scope", "loss", "half"), [long_unless(case in QUICK, *case) for case in CASES])
+@pytest.mark.parametrize(("family", "train", "scope", "half"), [long_unless(case in QUICK, *case) for case in CASES])
 def test_zeros_stay_and_only_what_is_trained_changes(
     family: str,
     train: Any,
     scope: Any,
-    loss: Any,
     half: bool,
     folders: dict[str, Path],
     loud: dict[str, Path],
     tmp_path: Path,
 ) -> None:
     """In the output, after transformers saves it again, and in the packed model; the held-out loss falls."""
-    settings = {"train": train, "scope": scope, "loss": loss, **SETTINGS}
+    settings = {"train": train, "scope": scope, **SETTINGS}
     settings["compute_dtype"] = "bfloat16" if half else "float32"
     result = recover(folders[family], loud[family], SENTENCES, **settings)
     out = result.save_pretrained(tmp_path / "out")
@@ -142,7 +138,7 @@ def test_zeros_stay_and_only_what_is_trained_changes(
     assert layers <= moved
     assert (moved == layers) == (train == "lora")
     assert set(result.report.changed_outside) == {name for name in moved if ".layers." not in name}
-    assert bool(result.report.changed_outside) == (train == "full" and loss != "hidden")  # which does not depend on the head
+    assert bool(result.report.changed_outside) == (train == "full" and scope == "model")
     trained = [x for x in (result.report.recovered, *(block.refined for block in result.report.blocks)) if x]
     assert sum(x.after for x in trained) < sum(x.before for x in trained)
     assert all(x.curve[0].held_out == x.before and min(p.held_out for p in x.curve) == x.after for x in trained)
@@ -161,53 +157,13 @@ def test_low_rank_changes_of_some_layers(folders: dict[str, Path], loud: dict[st
         recover(folders["llama"], loud["llama"], TOKENS, **{**settings, "lora_targets": "upp_proj"})
 
 
-@pytest.mark.parametrize("loss", ["hidden", "text"])
-def test_losses_equal_their_formulas(loss: Any, folders: dict[str, Path], loud: dict[str, Path]) -> None:
-    """The loss before training is the formula's on the held-out sequences; the text's is transformers' own loss."""
-    held = TOKENS[-count_held_out(TOKENS) :]
-    result = recover(folders["llama"], loud["llama"], TOKENS, loss=loss, **SETTINGS)
-    dense, model = (AutoModelForCausalLM.from_pretrained(x, dtype="auto") for x in (loud["llama"], folders["llama"]))
-    assert result.report.recovered is not None
-    with torch.no_grad():
-        if loss == "text":
-            wanted = float(model(input_ids=held, labels=held).loss)
-            logits = model(input_ids=held).logits[:, :-1]
-            assert wanted == pytest.approx(float(cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten())), rel=1e-5)
-        else:
-            hidden = [x.model(input_ids=TOKENS).last_hidden_state for x in (dense, model)]
-            energy = hidden[0].square().sum(-1).mean()
-            wanted = float((hidden[1] - hidden[0]).square().sum(-1)[-len(held) :].mean() / energy)
-    assert result.report.recovered.before == pytest.approx(wanted, rel=1e-4)
-
-
-def test_text_alone_needs_no_dense_model(
-    folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path, text_file: Path
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_the_command_in_every_scope(
+    scope: str, folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path, text_file: Path, command: Command
 ) -> None:
-    """With the loss text the result without the dense model has the bytes of that with it, and verifies against it."""
-    settings = {"loss": "text", "evaluate": str(text_file), "samples": 16, "sequence_length": 32, "steps": 20, "batch_size": 2}
-    alone = recover(folders["llama"], calibration=str(text_file), **settings)
-    out = alone.save_pretrained(tmp_path / "out")
-    beside = recover(folders["llama"], loud["llama"], str(text_file), **settings)
-    state = beside.model.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in tensors(out).items())
-    assert verify(out, loud["llama"]).against is not None
-    (text,) = beside.report.perplexity
-    dense, before, after = beside.report.in_order(text)
-    assert alone.report.in_order(text)[0].value == before.value
-    assert alone.report.in_order(text)[1].value == after.value
-    assert len({dense.value, before.value, after.value}) == 3
-    card = (out / "README.md").read_text()
-    assert f"| not measured | {before.value:.3f}" in card
-    assert "on text" in card
-
-
-@pytest.mark.parametrize(("scope", "loss"), LOSSES)
-def test_the_command_by_every_loss(
-    scope: str, loss: str, folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path, text_file: Path, command: Command
-) -> None:
-    """The display expects every stage; the text's loss needs no dense model."""
+    """The display expects every stage."""
     words = ["--calibration", text_file, "--samples", 16, "--sequence-length", 32, "--steps", 2, "--scope", scope]
-    words += ["--loss", loss, "--progress", "plain", *(("--against", loud["llama"]) if loss != "text" else ())]
+    words += ["--progress", "plain", "--against", loud["llama"]]
     done = command("recover", folders["llama"], tmp_path / "out", *words)
     assert done.exit_code == 0, done.stderr
     assert report_of(tmp_path / "out")["recovered"] is not None or scope == "block"
@@ -241,12 +197,6 @@ def test_the_report_has_three_perplexities_and_the_curve(
 def test_what_training_refuses(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
     """One sentence for each, before weights are read."""
     sound, dense = folders["llama"], loud["llama"]
-    with pytest.raises(InvalidSetting, match=r"`loss` kl needs the dense model, and none was given.*`loss='text'`"):
-        recover(sound, calibration=TOKENS)
-    with pytest.raises(InvalidSetting, match=r"`written=4` needs the dense model"):
-        recover(sound, calibration=TOKENS, loss="text", written=4)
-    with pytest.raises(InvalidSetting, match=r"`loss` text is a loss of the whole model, got `scope` block"):
-        recover(sound, dense, TOKENS, scope="block", loss="text")
     with pytest.raises(InvalidSetting, match=r"`lora_rank` and `lora_targets` are for `train` lora, got full"):
         recover(sound, dense, TOKENS, lora_rank=4)
     with pytest.raises(InvalidSetting, match=r"`patience`: input should be less than 10, got 10"):
@@ -314,14 +264,6 @@ def test_a_training_that_wins_nothing_is_told(
     assert head == ["text", "dense perplexity", "pruned perplexity", "recovered perplexity", "change", "by the recovery"]
     assert row[2] == row[3] != row[1]
     assert row[5] == "no difference measurable (+0.0 ± 0.0 %)"
-    alone = command("recover", half, tmp_path / "alone", *reads, "--loss", "text", "--steps", 20)
-    assert alone.exit_code == 0, alone.stderr
-    lines = [re.split(r"  +", line.strip()) for line in alone.stdout.splitlines()]
-    (row,) = (line for line in lines if len(line) == 6 and line[0] != "text")
-    assert row[1] == row[4] == "-"
-    card = (tmp_path / "alone" / "README.md").read_text()
-    assert f"# {loud['llama'].name}, pruned" in card
-    assert "other tensors equal those of the pruned checkpoint" in card
 
 
 def test_a_held_out_loss_that_becomes_nan_is_told() -> None:
@@ -340,7 +282,7 @@ def test_the_pruned_model_is_not_its_own_teacher(folders: dict[str, Path]) -> No
     """By whatever name it is given."""
     half = folders["llama"]
     other = half.parent / ".." / half.parent.name / half.name
-    with pytest.raises(InvalidSetting, match="needs the dense model, and none was given"):
+    with pytest.raises(InvalidSetting, match=r"is the pruned model\. Pass the dense one that .* as `against`"):
         recover(half, str(other), TOKENS)
 
 

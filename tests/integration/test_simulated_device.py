@@ -144,8 +144,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "bits": ("prune", "--bits", "2.3", "--effort", "fast", "--include", "*.layers.0.*"),
     "blocks": ("recover", "--scope", "block", "--steps", "2"),
     "model": ("recover", "--steps", "2", "--written", "8"),
-    "lora": ("recover", "--steps", "2", "--train", "lora", "--loss", "hidden"),
-    "text": ("recover", "--steps", "2", "--loss", "text"),
+    "lora": ("recover", "--steps", "2", "--train", "lora"),
 }
 """Commands whose intermediate results are kept on the CPU, such as a journal's."""
 

@@ -193,8 +193,7 @@ ModelOrConfig = Annotated[str | None, typer.Argument(metavar="MODEL", help=Recip
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
 Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-_PRUNED_FROM = "Dense model that PRUNED was made from; not needed with --loss text."
-PrunedFrom = Annotated[str | None, typer.Option("--against", metavar="DENSE", help=_PRUNED_FROM)]
+PrunedFrom = Annotated[str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.")]
 _gradual = functools.partial(typer.Option, rich_help_panel="Gradual pruning")
 FromSparsity = Annotated[str | None, _gradual("--from", metavar="PERCENT", help="Sparsity before the first stage.")]
 ToSparsity = Annotated[str | None, _gradual("--to", metavar="PERCENT", help="Sparsity of the last stage.")]

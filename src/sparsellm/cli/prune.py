@@ -82,7 +82,7 @@ def recover(
     pruned: options.Pruned,
     output: options.Recovered,
     *,
-    model: options.PrunedFrom = None,
+    model: options.PrunedFrom,
     from_sparsity: options.FromSparsity = None,
     to_sparsity: options.ToSparsity = None,
     stages: options.Stages = None,
@@ -237,6 +237,8 @@ def plan(
 
         if recovered is not None and config is not None:
             raise typer.BadParameter("--config is for pruning runs: leave it out with --recover")
+        if recovered and model is None:
+            raise typer.BadParameter("name the dense model: sparsellm plan MODEL --recover PRUNED")
         if model is not None:
             settings["model"] = model
         if recovered:

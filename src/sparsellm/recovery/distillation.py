@@ -1,7 +1,7 @@
-r"""Training of the whole pruned model with fixed masks, toward the dense model or on text.
+r"""Training of the whole pruned model with fixed masks, toward the dense model.
 
 The paper's global objective is the distance of the pruned model's outputs from the dense model's, $\mathcal L(z_L, y)$. Here it
-is, by default, the KL divergence of the predictions, minimised by gradient steps over all pruned blocks at once.
+is the KL divergence of the predictions, minimised by gradient steps over all pruned blocks at once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from sparsellm.data.padding import unpadded_batches
 from sparsellm.methods import Plan, TrainingResult, planned_layers
@@ -35,9 +34,6 @@ from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Loss = Literal["kl", "hidden", "text"]
-"""What training lowers: the distance from the dense model's predictions or hidden states, or the loss of the next token."""
 
 TRAINING = MaskedAdam(1200, 2e-3)
 """Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
@@ -110,7 +106,6 @@ def distill(
     train: Train = "full",
     targets: Iterable[str] | None = None,
     scales: Mapping[str, Scales] | None = None,
-    loss: Loss = "kl",
     products: torch.dtype | None = None,
     head: nn.Module | None = None,
     outside: bool = False,
@@ -118,18 +113,13 @@ def distill(
     progress: Callable[[float, int], None] | None = None,
     store: TrainingStore | None = None,
 ) -> tuple[TrainingResult, tuple[str, ...]]:
-    r"""Minimise a loss of the whole pruned model over the planned blocks' parameters, in place.
-
-    - "kl": $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions, in nats per token.
-    - "hidden": $E\lVert h - \hat h \rVert^2 / E\lVert h \rVert^2$ of the inputs of the output head. SquareHead (Kurtic et al.,
-      Sparse Fine-tuning for Inference Acceleration of Large Language Models, 2023) sums it over all blocks.
-    - "text": cross entropy of the next token, in nats per token; does not use the dense model.
+    r"""Minimise $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions over the blocks' parameters, in place.
 
     The blocks' activations are recomputed in the backward pass. Memory: see `sparsellm.recovery.memory`.
 
     Args:
         groups: Token ids, (batch, seq) each, from `group_batches`.
-        states: Hidden states of the dense model for the same batches, from `last_states`; may be empty for the loss "text".
+        states: Hidden states of the dense model for the same batches, from `last_states`.
         plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
@@ -142,7 +132,8 @@ def distill(
         store: As for `MaskedAdam.run`.
 
     Returns:
-        The losses before and after, and the full names of the trained parameters that changed and hold no pruned layer.
+        The divergences before and after, in nats per token, and the full names of the trained parameters that changed and
+        hold no pruned layer.
     """
     blocks = pruned_blocks(blocks_of(model), plan)
     parameters: dict[str, nn.Parameter] = {}
@@ -166,7 +157,7 @@ def distill(
         require_grad_only(model, parameters.values()),
         gradient_checkpointing(block.module for block in blocks),
     ):
-        terms = loss_terms(model, groups, states, loss=loss, products=products, head=head)
+        terms = loss_terms(model, groups, states, products=products, head=head)
         run = partial(adam.run, rounded=rounded, held_out=held_out, progress=progress, store=store)
         result = run(parameters, keep, terms, groups=len(groups), seed=0)
         store_scales(scales or {}, rounded)
@@ -181,46 +172,25 @@ def loss_terms(
     groups: Sequence[Group],
     states: Sequence[Group],
     *,
-    loss: Loss,
     products: torch.dtype | None = None,
     head: nn.Module | None = None,
 ) -> Pieces:
     """The loss of each group, in a term for each of this process's batches. Arguments as for `distill`."""
-    skipped = 1 if loss == "text" else 0  # the first token of a sequence is not predicted
-    counts = collectives.all_gather_object([sum(len(x) * (x.shape[1] - skipped) for x in group) for group in groups])
+    counts = collectives.all_gather_object([sum(batch.numel() for batch in group) for group in groups])
     sizes = [sum(local) for local in zip(*counts, strict=True)]  # tokens of each group, over all processes
     blocks, dense_head = blocks_of(model), None if head is None else head.float()
-    energy = _mean_energy(states, sum(sizes)) if loss == "hidden" else 1.0
-
-    def of_batch(batch: Tensor, state: Tensor | None) -> Tensor:
-        """The mean loss of a batch over its tokens."""
-        if loss == "hidden":
-            assert state is not None
-            return (states_entering_head(model, batch).float() - state.float()).square().sum(-1).mean() / energy
-        logits = model(input_ids=batch, use_cache=False).logits
-        if loss == "text":
-            return cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
-        assert state is not None
-        with torch.no_grad():
-            teacher = logits_of_states(model, blocks, tokens=batch, states=state.float(), head=dense_head)
-        return _divergence(teacher, logits)
 
     def of_group(number: int) -> Iterator[Tensor]:
-        batches = groups[number]
-        for batch, state in zip(batches, states[number] if states else [None] * len(batches), strict=True):
+        for batch, state in zip(groups[number], states[number], strict=True):
+            tokens = batch.to(model.device)
             with product_dtype_context(model.device, products):
-                value = of_batch(batch.to(model.device), state)
-            yield value * (len(batch) * (batch.shape[1] - skipped) / sizes[number])
+                student = model(input_ids=tokens, use_cache=False).logits
+                with torch.no_grad():
+                    teacher = logits_of_states(model, blocks, tokens=tokens, states=state.float(), head=dense_head)
+                value = _divergence(teacher, student)
+            yield value * (batch.numel() / sizes[number])
 
     return of_group
-
-
-def _mean_energy(states: Sequence[Group], tokens: int) -> float:
-    """The mean over tokens, of all processes, of the squared norm of the dense model's hidden states."""
-    total = sum(float(state.float().square().sum()) for group in states for state in group)
-    summed = torch.tensor(total, dtype=torch.float64)
-    collectives.all_reduce_(summed)
-    return float(summed) / tokens
 
 
 def _divergence(teacher: Tensor, student: Tensor) -> Tensor:

@@ -34,15 +34,12 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: GradualRe
         return f"# in Python, with the {recipe.method} of this run\n{call}.save_pretrained({output!r})"
     stages: list[list[str]] = []
     if gradual and isinstance(recipe, RecoveryRecipe):
-        first = {"pruned": gradual.pruned} | ({} if recipe.has_teacher else {"model": gradual.pruned})
-        recipe = recipe.model_copy(update=first)
+        recipe = recipe.model_copy(update={"pruned": gradual.pruned})
         stages = [["--from", gradual.start], ["--to", gradual.to], ["--stages", str(len(gradual.stages))]]
     lines, without = [["sparsellm", "prune", recipe.model, output]], {"model"}
     if isinstance(recipe, RecoveryRecipe):  # `recover` takes the dtype of the pruned checkpoint
-        lines, without = (
-            [["sparsellm", "recover", recipe.pruned, output], *([["--against", recipe.model]] if recipe.has_teacher else [])],
-            {"model", "pruned", "dtype"},
-        )
+        lines = [["sparsellm", "recover", recipe.pruned, output], ["--against", recipe.model]]
+        without = {"model", "pruned", "dtype"}
     lines += stages
     for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=without).items():
         option = _option(name)

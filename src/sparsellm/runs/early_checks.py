@@ -40,6 +40,8 @@ def check_inputs(recipe: RunRecipe, *, given: Collection[str] | None = None, has
         raise BadText(f"There is no folder {recipe.task_data}. Put the questions there, or leave out `task_data`.")
     if isinstance(recipe, RecoveryRecipe):
         check_finished(recipe.pruned)
+        if not has_model and local_path(recipe.model).resolve() == local_path(recipe.pruned).resolve():
+            raise InvalidSetting(f"{recipe.model} is the pruned model. Pass the dense one that it was made from as `against`.")
     if not has_model:
         check_model(recipe.model, recipe.revision)
 
@@ -66,7 +68,7 @@ def check_recovery(settings: Mapping[str, Any]) -> None:
     """Check the settings of a recovery and what it reads."""
     check_machine()
     check_finished(settings["pruned"])
-    check_inputs(validated(RecoveryRecipe, {**settings, "model": settings.get("model") or settings["pruned"]}))
+    check_inputs(validated(RecoveryRecipe, settings))
 
 
 def check_results(folder: str | Path) -> Path:

@@ -9,8 +9,10 @@ from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.pruning.error_curves import DENSITIES, ROWS, TOKENS
 from sparsellm.runs.costs import BlockShapes, Cost, block_cost, work
-from sparsellm.runs.training_costs import LOGITS_PASSES
 from sparsellm.solvers.fast_admm import FastADMM
+
+LOGITS_PASSES = 10
+"""How often a float32 logit is read or written for its cross entropy and the gradient by it."""
 
 LOGITS_BYTES = 12
 """Bytes for each logit of a sequence while its loss and the gradient by it are computed."""

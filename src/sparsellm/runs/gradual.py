@@ -118,8 +118,8 @@ class GradualPruning:
     def _check_same(self, folder: Path, recipe: RecoveryRecipe) -> None:
         """Raise CannotResume unless a finished stage was written by this run."""
         report = read_output(folder).report
-        local = {"pruned"} if recipe.has_teacher else {"pruned", "model"}  # this folder's own, which is removed
-        expected = Paths(recipe).without(recipe).model_dump(mode="json", exclude={*NOT_DECISIVE, *local})
+        # `pruned` is this folder's own, which is removed.
+        expected = Paths(recipe).without(recipe).model_dump(mode="json", exclude={*NOT_DECISIVE, "pruned"})
         number = self.stages.index(folder)
         expected |= {"pruned checkpoint": self.digest, "from": str(self.start), "to": str(self.sparsities[-1])}
         expected |= {"stages": [str(sparsity) for sparsity in self.sparsities[: number + 1]]}
@@ -251,8 +251,7 @@ def _runs(
         pruned = stages_folder(output) / f"{name}-pruned"
         folder = output if number == len(sparsities) else stages_folder(output) / name
         yield pruned, validated(Recipe, {**settings, "model": model, "sparsity": str(sparsity)})
-        dense = recipe.model if recipe.has_teacher else str(pruned)
-        yield folder, recipe.model_copy(update={"pruned": str(pruned), "model": dense})
+        yield folder, recipe.model_copy(update={"pruned": str(pruned)})
         model = str(folder)
 
 

@@ -148,7 +148,7 @@ def plan(
 @recipe_keywords(RecoverySettings, RecoveryFields)
 def recover(
     pruned: str | Path,
-    against: str | Path | PreTrainedModel | None = None,
+    against: str | Path | PreTrainedModel,
     calibration: str | Path | CalibrationData | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -158,12 +158,12 @@ def recover(
     observe: Observer | None = None,
     **settings: Unpack[RecoverySettings],
 ) -> Result:
-    """Train the remaining weights of a pruned checkpoint, toward the dense model or on text; every zero stays zero.
+    """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
 
     Args:
         pruned: Folder that `prune` or `recover` wrote. It is not changed.
         against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory,
-            which becomes the recovered model. Only the loss "text" does without it.
+            which becomes the recovered model.
         calibration: As for `prune`; required.
         tokenizer: Tokenizer of a model in memory, for calibration on text.
         scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
@@ -181,7 +181,7 @@ def recover(
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     folder_path(pruned)  # refuses anything but a path
-    fields, source = ({}, None) if against is None else named_model(against, tokenizer)
+    fields, source = named_model(against, tokenizer)
     texts, given = _texts(calibration, settings)
     own = {"pruned": str(pruned), "scope": scope, "steps": steps, **texts}
     recipe = read_recovery({**fields, **settings, **own})

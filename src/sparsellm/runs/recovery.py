@@ -1,4 +1,4 @@
-"""Recovery: train the remaining weights of a pruned checkpoint with fixed masks, to match its dense model or on text."""
+"""Recovery: train the remaining weights of a pruned checkpoint with fixed masks, to match its dense model."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def _with_format(layer: LayerResult, weight: Tensor, scales: Scales | None) -> L
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
-    """Read the recipe of a recovery; its dtype is that of the pruned run. Without a dense model, `model` is the pruned folder.
+    """Read the recipe of a recovery; its dtype is that of the pruned run.
 
     Raises:
         InvalidSetting: A setting is invalid, or the pruned folder is not a finished output.
         BadCheckpoint: The pruned folder is damaged.
     """
     finished = read_finished(settings["pruned"])
-    recipe = validated(RecoveryRecipe, {**settings, "model": settings.get("model") or settings["pruned"]})
+    recipe = validated(RecoveryRecipe, settings)
     return recipe.model_copy(update={"dtype": finished.report.recipe.dtype})
 
 
@@ -172,9 +172,8 @@ def recovery_plan(
         )
     _check_tokenizers(recipe, pruned, source)
     dense = source.folder or source.skeleton()
-    if verified and recipe.has_teacher:
-        _check_dense(recipe, output, source)
     if verified:
+        _check_dense(recipe, output, source)
         verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = output.report.blocks
     plan = {layer.name: layer.pattern for block in blocks for layer in block.layers}
@@ -239,7 +238,7 @@ def _check_dense(recipe: RecoveryRecipe, output: Output, source: Checkpoint | In
 
 def _check_tokenizers(recipe: RecoveryRecipe, pruned: Checkpoint, source: Checkpoint | InMemoryModel) -> None:
     """Raise InvalidSetting if the tokenizers of the pruned and the dense model differ in a token."""
-    if not recipe.has_teacher or (isinstance(source, InMemoryModel) and source.own_tokenizer is None):
+    if isinstance(source, InMemoryModel) and source.own_tokenizer is None:
         return
     try:
         tokens, dense_tokens = (model.tokenizer().get_vocab() for model in (pruned, source))

@@ -13,6 +13,8 @@ REMOVED: dict[str, str] = {
     "compare": "The command sparsellm report A B compares runs and sweeps, as sparsellm.report([A, B]) does in Python.",
     "allocation_bounds": "A rule of `allocation` has no bounds any more: a YAML file gives layers their sparsities one by one.",
     "train=norms": "`train='full'` trains norms and biases with the weights, and `train='lora'` only few numbers.",
+    "loss": "`scope='model'` lowers the divergence of the predictions, `scope='block'` errors of each block's outputs; "
+    "SparsityCallback trains on text, in a trainer of transformers.",
 }
 """By name, or by name and value of a setting, a sentence on what replaces it. An entry stays for one release."""
 
@@ -35,7 +37,9 @@ def instead(name: str, known: Iterable[str]) -> str:
 
 def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a saved recipe without those that were removed, where they ask for what a run does without them."""
-    return {name: value for name, value in fields.items() if name not in REMOVED or value not in (None, False, 0)}
+    loss = "hidden" if fields.get("scope") == "block" else "kl"
+    without: dict[str, tuple[Any, ...]] = {"allocation_bounds": (None,), "loss": (None, loss)}
+    return {name: value for name, value in fields.items() if value not in without.get(name, ())}
 
 
 def asks_for_removed(fields: Mapping[str, Any]) -> dict[str, str]:

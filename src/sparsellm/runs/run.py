@@ -118,8 +118,6 @@ def _run(
         else:
             method, plan = make_plan(recipe, opened)
         report.origin = opened.source.origin()
-        if isinstance(recipe, RecoveryRecipe) and not recipe.has_teacher and report.pruned:
-            report.origin = replace(report.origin, name=report.pruned.recipe.model, hub=False)
     with phase(READING_TEXTS, report, observer):
         ready = prepare(opened, method, plan, report=report, observer=observer, given=given, shared=shared)
     report.environment = environment(ready.device)
@@ -158,8 +156,7 @@ def _measure_and_prune(
     load_model = partial(load, recipe, ready, folder=work.folder if work else None, placement=placement)
     before = _measure_before(ready, placement, report=report, observer=observer, work=work)
     loaded = _load(load_model, ready, report=report, observer=observer)
-    if not isinstance(recipe, RecoveryRecipe) or recipe.has_teacher:
-        measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)
+    measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)
     report.add_before(before)
     dense = dense_outputs(loaded, ready, report, observer)
     ready = _add_generated(ready, loaded, report=report, observer=observer, shared=shared)

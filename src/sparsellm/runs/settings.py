@@ -80,7 +80,6 @@ class RecoverySettings(RunSettings, total=False):
     """The fields that `recover` takes besides its named arguments; the pruned run sets the dtype."""
 
     train: Literal["full", "lora"]
-    loss: Literal["kl", "hidden", "text"] | None
     patience: int | None
     lora_rank: int
     lora_targets: str | Sequence[str]

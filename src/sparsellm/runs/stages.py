@@ -195,7 +195,7 @@ def _training_settings(report: Report, loaded: LoadedModel, ready: Prepared) -> 
         return {**settings, "adam": adam_of()}
     targets = ready.method.targets if isinstance(ready.method, BlockRecovery) else None
     adam = adam_of(train=recipe.train, rank=recipe.lora_rank, patience=recipe.patience)
-    return {**settings, "adam": adam, "train": recipe.train, "targets": targets, "loss": recipe.resolved_loss}
+    return {**settings, "adam": adam, "train": recipe.train, "targets": targets}
 
 
 class JournalStore:
@@ -257,8 +257,6 @@ def _training_data(
         generated = cached_samples(loaded, windows, count, seed=recipe.seed, cache=cache, advance=advance)
     per_step = model_step(*windows.shape)
     groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
-    if isinstance(recipe, RecoveryRecipe) and recipe.resolved_loss == "text":
-        return TrainingData(groups, [], held_out, None)
     with phase(PREDICTING, report, observer) as advance:
         states = last_states(loaded.model, groups, loaded.compute)
         head = copy.deepcopy(loaded.model.get_output_embeddings()) if copies_head else None

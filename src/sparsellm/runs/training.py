@@ -67,13 +67,7 @@ def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *,
 
 
 def trains_outside(recipe: RunRecipe, method: BlockMethod) -> bool:
-    """Whether training the whole model includes the last norm and the output head; beside integers they stay.
-
-    The loss "hidden" does not depend on the output head. If the head shares its weight with the input embedding, training that
-    weight would change the predictions without changing the loss.
-    """
-    if isinstance(recipe, RecoveryRecipe) and recipe.resolved_loss == "hidden":
-        return False
+    """Whether training the whole model includes the last norm and the output head; beside integers they stay."""
     return recipe.model_steps > 0 and trained_of(recipe)[0] == "full" and not _trains_rounded(recipe, method)
 
 

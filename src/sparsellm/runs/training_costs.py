@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from sparsellm.methods import planned_layers
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.block_training import windows_a_step
-from sparsellm.recovery.distillation import Loss, count_held_out
+from sparsellm.recovery.distillation import count_held_out
 from sparsellm.recovery.generation import AT_A_TIME
 from sparsellm.recovery.masked_training import VALIDATIONS
 from sparsellm.recovery.memory import trained_bytes, trained_numbers
@@ -18,7 +18,6 @@ from sparsellm.runs.loading import Placement
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.training import model_bytes, model_step, model_written, numbers_outside, trained_of
 
 ADAM_BYTES = 84
@@ -39,15 +38,8 @@ CALL_SECONDS = 1e-3
 CACHE_PASSES, SAMPLING_BYTES = 3, 70
 """Passes over the keys and values so far for a generated token; bytes read and written for each logit to draw it."""
 
-LOGITS_PASSES = 10
-"""How often a float32 logit is read or written for its cross entropy and the gradient by it."""
-
-LOGITS: dict[Loss, tuple[tuple[int, int], tuple[int, int]]] = {
-    "kl": ((3, 23), (2, 15)),
-    "text": ((2, LOGITS_PASSES), (1, 6)),
-    "hidden": ((0, 0), (0, 0)),
-}
-"""By the loss: products with the output head, and how often a logit is read or written, in a step and in a validation."""
+LOGITS = (3, 23), (2, 15)
+"""Products with the output head, and how often a logit is read or written, in a step and in a validation."""
 
 STORED_COPIES = 4
 """float32 copies of the trained numbers that a durable state has: the present ones, the best ones, and Adam's two moments."""
@@ -119,14 +111,12 @@ def model_training_costs(
     if more:
         yield GENERATING, generation_cost(ready, placement, more)
     whole = 4 * (placement.model // shapes.stored)  # float32
-    if not isinstance(recipe, RecoveryRecipe) or recipe.resolved_loss != "text":
-        tokens = (samples + more) * length
-        states = 4 * tokens * shapes.width
-        yield PREDICTING, Cost(whole + states + shapes.batch * shapes.forward_bytes, [], depth * shapes.forward(tokens))
+    tokens = (samples + more) * length
+    states = 4 * tokens * shapes.width
+    yield PREDICTING, Cost(whole + states + shapes.batch * shapes.forward_bytes, [], depth * shapes.forward(tokens))
     per_step, held_out = model_step(samples, length), count_held_out(ready.windows)
     train, rank = trained_of(recipe)
     blocks = sum(sum(x.numel() for x in block.module.parameters()) for block in ready.blocks)
-    loss = recipe.resolved_loss if isinstance(recipe, RecoveryRecipe) else "kl"
     batch = min(per_step, recipe.batch_size or samples) * length
     outside = numbers_outside(recipe, ready.method, ready.skeleton)
     copies = whole - 4 * (blocks + outside) + model_bytes(recipe, ready.method, ready, ready.windows, vocabulary=vocabulary)
@@ -134,7 +124,7 @@ def model_training_costs(
     validated = (min(VALIDATIONS, recipe.model_steps) + 1) * held_out * length
     stepped = recipe.model_steps * per_step * length
     logits = work()
-    for tokens, (products, passes) in zip((stepped, validated), LOGITS[loss], strict=True):
+    for tokens, (products, passes) in zip((stepped, validated), LOGITS, strict=True):
         logits += tokens * work(2 * products * vocabulary * shapes.width, passes=4 * passes * vocabulary)
     if outside:
         logits += stepped * work(2 * vocabulary * shapes.width)  # the gradient by the output head
