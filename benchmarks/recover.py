@@ -35,7 +35,7 @@ from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
-from sparsellm.runs.training import model_written
+from sparsellm.runs.training import count_generated
 
 PATTERNS = ("70%", "80%", "90%", "2:4")
 SEEDS = (0, 1, 2)
@@ -47,10 +47,7 @@ PRUNERS: dict[str, dict[str, Any]] = {"sparsellm": {}, "sparsegpt": {"method": "
 
 ROADS: dict[str, dict[str, Any]] = {
     "full": {},
-    "full, 1200 samples": {"samples": 1200, "written": 0},
-    "full, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800},
     "lora": {"train": "lora"},
-    "lora, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800, "train": "lora"},
     "full, gradual": {"stages": 4},
 }
 
@@ -119,7 +116,7 @@ def time_roads(words: argparse.Namespace) -> None:
             report = run(recipe).report
             record(file_of(words.model), f"seconds | {road}", {"seconds": report.seconds[TRAINING], "count": TIMED_STEPS})
             if road == "full":
-                count = model_written(recipe, SAMPLES, LENGTH)
+                count = count_generated(recipe, SAMPLES, LENGTH)
                 record(file_of(words.model), "seconds | text", {"seconds": report.seconds[GENERATING], "count": count})
 
 

@@ -36,7 +36,7 @@ WIDTH = 1024
 DEPTHS = 8, 16
 RUNS: dict[str, dict[str, Any]] = {
     "--scope block --offload": {"scope": "block", "offload": True},
-    "--scope model": {"scope": "model", "written": 0},
+    "--scope model": {"scope": "model"},
 }
 SETTINGS = {"calibration": "demo", "samples": 8, "sequence_length": 128, "steps": 3}
 

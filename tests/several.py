@@ -48,7 +48,6 @@ CASES = {
     "mixtral fisher": ("mixtral", {"method": "sparsegpt", "allocation": "fisher"}),
     "opt owl": ("opt", {"method": "wanda", "allocation": "owl"}),
     "llama padded": ("llama", {"method": "sparsellm", "solver": "sparsegpt"}),
-    "llama written": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "written": 8}),
     "llama recovered by block": ("llama", {"method": "sparsegpt"}),
     "llama recovered as a whole": ("llama", {"method": "sparsegpt"}),
     "llama rounded, recovered as a whole": ("llama", {"method": "magnitude", "values": "int4"}),

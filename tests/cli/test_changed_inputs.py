@@ -211,7 +211,7 @@ def test_stages_whose_files_changed(name: str, files: Path, command: Command, mo
     """The second stage does not go on with another teacher or text than the first one."""
     assert command("prune", "m", "pruned", "--sparsity", "50%", "--calibration", "calibration.txt", *WORDS).exit_code == 0
     words = ["recover", "pruned", "out", "--against", "m", "--calibration", "calibration.txt", "--samples", 16, "--steps", 2]
-    words += ["--sequence-length", 32, "--from", "50%", "--to", "80%", "--stages", 2, "--written", 0]
+    words += ["--sequence-length", 32, "--from", "50%", "--to", "80%", "--stages", 2]
 
     def interrupt(event: Event) -> None:
         if isinstance(event, NextRun) and event.number == 3:

@@ -155,7 +155,7 @@ def test_stages_of_a_gradual_pruning_do_not_say_what_they_cannot_know(
 ) -> None:
     """Each prunes what the one before writes; the time left is that of the last run, and labels have sparsities."""
     pruned = sparsellm.prune(loud["llama"], "magnitude", "50%").save_pretrained(tmp_path / "half")
-    words = ("--against", loud["llama"], "--calibration", text_file, *SMALL, "--steps", 2, "--written", 0, "--samples", 16)
+    words = ("--against", loud["llama"], "--calibration", text_file, *SMALL, "--steps", 2, "--samples", 16)
     ran = command(
         "recover", pruned, tmp_path / "out", *words, "--from", "50%", "--to", "80%", "--stages", 2, "--progress", "json"
     )

@@ -19,6 +19,7 @@ from sparsellm import load_report
 from sparsellm.cli.app import app
 from sparsellm.errors import InvalidSetting
 from sparsellm.reports.page import report_page
+from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.removed import REMOVED, asks_for_removed, without_removed
@@ -28,7 +29,13 @@ Command = Callable[..., Result]
 
 FIELD, REPORTS = "allocation_bounds", Path(__file__).parents[1] / "reports"
 
-ASKED = [("recovered", "train", "norms"), ("recovered", "loss", "text"), ("gradual", "loss", "hidden")]
+ASKED: list[tuple[str, str, Any]] = [
+    ("recovered", "train", "norms"),
+    ("recovered", "loss", "text"),
+    ("gradual", "loss", "hidden"),
+    ("recovered", "written", 0),
+    ("pruned", "written", 3),
+]
 """Settings that a report of an earlier revision may have, and that no run can have now: the report, the field, the value."""
 
 
@@ -45,6 +52,8 @@ def test_what_was_removed_is_gone() -> None:
     [
         (("prune", "demo:opt", "out"), "--allocation-bounds", "A rule of --allocation has no bounds any more"),
         (("recover", "pruned", "out"), "--loss", "--scope model lowers the divergence of the predictions, --scope block"),
+        (("recover", "pruned", "out"), "--written", "Pruning reads more text with --samples; training generates"),
+        (("prune", "demo:opt", "out"), "--written", "Pruning reads more text with --samples; training generates"),
     ],
 )
 def test_an_option_names_its_replacement(words: tuple[str, ...], option: str, said: str, command: Command) -> None:
@@ -64,11 +73,16 @@ def test_a_function_names_its_replacement() -> None:
         _ = sparsellm.compare
 
 
-def test_a_setting_names_its_replacement(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(f"model: demo:opt\n{FIELD}: 60%:95%\n", encoding="utf-8")
-    for fields, file in (({"model": "demo:opt", FIELD: "60%:95%"}, None), ({}, tmp_path / "recipe.yaml")):
-        with pytest.raises(InvalidSetting, match=f"nknown field '{FIELD}'. A rule of `allocation` has no bounds any more"):
+@pytest.mark.parametrize(("field", "value"), [(FIELD, "60%:95%"), ("written", 3)])
+def test_a_setting_names_its_replacement(field: str, value: Any, tmp_path: Path) -> None:
+    """In Python, in a recipe file, and where a sweep's field is set."""
+    (tmp_path / "recipe.yaml").write_text(f"model: demo:opt\n{field}: {value}\n", encoding="utf-8")
+    said = re.escape(REMOVED[field])
+    for fields, file in (({"model": "demo:opt", field: value}, None), ({}, tmp_path / "recipe.yaml")):
+        with pytest.raises(InvalidSetting, match=f"nknown field '{field}'. {said}"):
             read_recipe(fields, file)
+    with pytest.raises(InvalidSetting, match=f"names an unknown field: '{field}'. {said}"):
+        read_sweep({"model": "demo:opt", "axes": {"method": ["magnitude"]}}, changes=[f"{field}={value}"])
 
 
 @pytest.mark.parametrize("key", [key for key in REMOVED if "=" in key])
@@ -87,7 +101,7 @@ def test_a_value_names_its_replacement(key: str, tmp_path: Path, command: Comman
 
 
 @pytest.mark.parametrize(("report", "name", "value"), ASKED)
-def test_a_report_of_what_was_removed_is_read(report: str, name: str, value: str, tmp_path: Path) -> None:
+def test_a_report_of_what_was_removed_is_read(report: str, name: str, value: Any, tmp_path: Path) -> None:
     """In text and as a page, which says what its command leaves out."""
     saved = json.loads((REPORTS / f"{report}.json").read_text(encoding="utf-8"))
     saved["recipe"][name] = value
@@ -108,6 +122,9 @@ def test_a_report_of_what_was_removed_is_read(report: str, name: str, value: str
         {"pruned": "p", "scope": "model", "loss": "kl"},
         {"pruned": "p", "scope": "block", "loss": "hidden"},
         {"pruned": "p", "train": "lora"},
+        {"written": 0},
+        {"pruned": "p", "scope": "model", "written": None},
+        {"pruned": "p", "scope": "block", "written": 0},
     ],
 )
 def test_what_a_run_does_anyway_is_nothing_removed(fields: dict[str, Any]) -> None:
@@ -115,11 +132,12 @@ def test_what_a_run_does_anyway_is_nothing_removed(fields: dict[str, Any]) -> No
     assert not REMOVED.keys() & without_removed(fields).keys()
 
 
-def test_a_saved_recipe_may_have_it_where_it_was_not_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("field", "value"), [(FIELD, "60%:95%"), ("written", 3)])
+def test_a_saved_recipe_may_have_it_where_it_was_not_set(field: str, value: Any, tmp_path: Path) -> None:
     saved = json.loads((REPORTS / "pruned.json").read_text(encoding="utf-8"))
-    assert saved["recipe"][FIELD] is None
+    assert not saved["recipe"][field]
     assert read_recipe({"model": "demo:opt"}, REPORTS / "pruned.json").effort == saved["recipe"]["effort"]
     file = tmp_path / "sparsellm.json"
-    file.write_text(json.dumps(saved | {"recipe": saved["recipe"] | {FIELD: "60%:95%"}}), encoding="utf-8")
-    with pytest.raises(InvalidSetting, match="unknown field"):
+    file.write_text(json.dumps(saved | {"recipe": saved["recipe"] | {field: value}}), encoding="utf-8")
+    with pytest.raises(InvalidSetting, match=f"unknown field '{field}'. {re.escape(REMOVED[field])}"):
         read_recipe({"model": "demo:opt"}, file)

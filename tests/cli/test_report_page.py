@@ -367,7 +367,7 @@ def test_the_command_and_the_recipe_of_a_page_give_the_same_run(run_folder: Path
         {"prompt": ['It\'s "two"\nlines, $HOME `x` \\', "-x", "--y", "", "é*"], "evaluate": ["a b.txt", "demo"]},
         {"offload": False, "trust_remote_code": True, "max_memory": "16 GiB", "include": ["*.q_proj"]},
         {"method": "sparsellm", "as_published": True, "alpha": 1e-05, "scope": "0:2", "sparsity": "2:4"},
-        {"allocation": "owl", "sparsity": 0.7, "effort": "best", "written": 3, "seed": 2**40},
+        {"allocation": "owl", "sparsity": 0.7, "effort": "best", "samples": 3, "seed": 2**40},
     ],
 )
 def test_commands_give_their_recipe(fields: dict[str, Any], command: Command) -> None:
@@ -504,7 +504,7 @@ def test_results_name_settings_as_the_run_that_was_started(
 
     monkeypatch.setattr(Report, "warnings", warnings)
     half = sparsellm.prune(loud["llama"], "magnitude", "50%").save_pretrained(tmp_path / "half")
-    few = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "steps": 3, "written": 0}
+    few = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "steps": 3}
     words = [word for name, x in few.items() for word in (f"--{name.replace('_', '-')}", x)]
     cases = [
         (

@@ -46,7 +46,6 @@ def compared(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        long_unless(False, "opt", ("--written", 2)),
         long_unless(True, "llama", ("--offload", "--effort", "fast")),
         long_unless(False, "opt", ("--method", "wanda", "--offload")),
         long_unless(False, "llama", ("--effort", "best")),
@@ -78,6 +77,7 @@ def test_what_the_dense_model_shows_is_found_once(
     tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of its gradients, its perplexity, its generated sequences, and the token ids of both texts."""
+    monkeypatch.setitem(SCOPE_STEPS, "model", 20)
     calls: dict[str, int] = {}
 
     def count(place: str) -> None:
@@ -100,7 +100,7 @@ def test_what_the_dense_model_shows_is_found_once(
         count(f"sparsellm.{place}")
     texts = ("--calibration", text_file, "--evaluate", text_file)
     done = command(
-        "prune", tiny["opt"], tmp_path / "out", "--sparsity", "50%,60%,70%", "--written", 2, *SMALL, *texts, "--json"
+        "prune", tiny["opt"], tmp_path / "out", "--sparsity", "50%,60%,70%", "--effort", "best", *SMALL, *texts, "--json"
     )
     assert done.exit_code == 0, done.stderr
     assert calls == {

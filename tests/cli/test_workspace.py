@@ -407,7 +407,11 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 
 def test_what_needs_the_whole_model_says_so(words: tuple[object, ...], tmp_path: Path, command: Command) -> None:
     model, *rest = words
-    refused(command("prune", model, tmp_path / "out", *rest, "--written", 3, *STREAMED), "With --written", "raise --max-memory")
+    refused(
+        command("prune", model, tmp_path / "out", *rest, "--effort", "best", *STREAMED),
+        "With gradient steps over it",
+        "raise --max-memory",
+    )
     assert list(tmp_path.iterdir()) == []
     refused(command("prune", model, tmp_path / "out", *rest, "--max-memory", "plenty"), "16GiB", "'plenty'")
 

@@ -29,7 +29,7 @@ DATA: dict[str, Any] = {"samples": 16, "sequence_length": 32, "batch_size": 2}
 WEAK: dict[str, Any] = {"solver": "magnitude", "gauss_newton_steps": 0, "exclude": ["q_proj"]}
 """Leaves something to gain."""
 
-WORDS = ("--samples", 16, "--sequence-length", 32, "--batch-size", 2, "--steps", 4, "--written", 0)
+WORDS = ("--samples", 16, "--sequence-length", 32, "--batch-size", 2, "--steps", 4)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_stages_equal_prune_and_recover_called_by_hand(
     for name, stage in (("68.4%", tmp_path / "out-stages" / "68.4"), ("80%", out)):
         settings = {"calibration": text_file, **DATA, **WEAK}
         by_hand = prune(model, sparsity=name, keep_zeros=True, **settings).save_pretrained(tmp_path / f"{name} pruned")
-        again = recover(by_hand, loud["llama"], text_file, steps=4, written=0, **DATA).save_pretrained(tmp_path / name)
+        again = recover(by_hand, loud["llama"], text_file, steps=4, **DATA).save_pretrained(tmp_path / name)
         one, two, before = tensors(stage), tensors(again), tensors(model)
         assert all((one[key] == two[key]).all() for key in two)
         zeros = {f"{layer['name']}.weight": layer["zeros"] for block in report_of(stage)["blocks"] for layer in block["layers"]}

@@ -146,7 +146,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "true-sequential": {"method": "sparsegpt", "true_sequential": True},
     "owl": {"method": "wanda", "allocation": "owl"},
     "fisher": {"method": "sparsegpt", "allocation": "fisher"},
-    "written": {"method": "sparsegpt", "written": 4},
 }
 
 
@@ -164,7 +163,7 @@ def test_every_method_prunes_as_from_the_rows(family: str, name: str) -> None:
     for calibration in (padded("left"), rows()):
         model = tiny(family)
         result = sparsellm.prune(model, sparsity="50%", calibration=calibration, **METHODS[name])
-        if name not in ("magnitude", "written") and family != "mixtral":
+        if name != "magnitude" and family != "mixtral":
             held_out = (
                 {sum(LENGTHS) - round(HELD * sum(LENGTHS))} if name == "sparsellm" else set()
             )  # for the output projections

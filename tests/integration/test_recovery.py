@@ -95,30 +95,29 @@ def alike(model: PreTrainedModel, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("family", "given"),
+    ("family", "steps", "generated"),
     [
-        long_unless((family == "opt") == (given is None), family, given)
+        long_unless((family == "opt") == (steps == 20), family, steps, generated)
         for family in ("opt", "llama")
-        for given in (None, 0, 12)
+        for steps, generated in ((16, 0), (20, 4), (28, 12))
     ],
 )
 def test_recovery_of_the_whole_model_equals_its_parts(
-    family: str, given: int | None, tiny: dict[str, Path], tmp_path: Path
+    family: str, steps: int, generated: int, tiny: dict[str, Path], tmp_path: Path
 ) -> None:
     """The bytes of its parts called by hand: the dense model reads and writes, then gradient steps from the pruned weights."""
     folder = pruned(tiny[family], tmp_path / "pruned")
-    products = torch.bfloat16 if given == 12 else None
+    products = torch.bfloat16 if steps == 28 else None
     asked: Any = "bfloat16" if products else "float32"
-    result = recover(folder, tiny[family], TOKENS, steps=20, written=given, batch_size=2, compute_dtype=asked)
+    result = recover(folder, tiny[family], TOKENS, steps=steps, batch_size=2, compute_dtype=asked)
     out = result.save_pretrained(tmp_path / "out")
     dense, model = load(tiny[family]), load(folder)
     step = model_step(*TOKENS.shape)
-    count = max(0, 20 * step // 2 - len(TOKENS)) if given is None else given
     compute = compute_dtype(dense)
-    more = generate_samples(dense, TOKENS, count, seed=0, compute=compute)
+    more = generate_samples(dense, TOKENS, generated, seed=0, compute=compute)
     groups, back = group_batches(TOKENS, more, step, min(step, 2))
     plan = {layer.name: layer.pattern for layer in result.report.layers}
-    adam, states = model_training(model, 20), last_states(dense, groups, compute)
+    adam, states = model_training(model, steps), last_states(dense, groups, compute)
     settings: dict[str, Any] = {"outside": True, "head": dense.get_output_embeddings()}
     found, moved = distill(model, groups, states, plan=plan, adam=adam, held_out=back, products=products, **settings)
     assert result.report.recovered == found
@@ -134,7 +133,7 @@ def test_a_recovered_model_is_recovered_again(
 ) -> None:
     """The head and the last norm that the first recovery trained are the second's too, in memory and block by block."""
     dense = loud[family] if tied else with_own_head(loud[family], tmp_path / "own")
-    settings: dict[str, Any] = {"calibration": TOKENS, "steps": 20, "batch_size": 2, "written": 0}
+    settings: dict[str, Any] = {"calibration": TOKENS, "steps": 20, "batch_size": 2}
     folder = pruned(dense, tmp_path / "pruned")
     first = recover(folder, dense, **settings).save_pretrained(tmp_path / "first")
     trained = load_report(first).changed_outside
@@ -197,7 +196,7 @@ def test_zeros_stay_and_other_weights_train(family: str, scope: Any, loud: dict[
     """Zeros are the pruned checkpoint's, weights between them move, all else is the dense model's; report and page say so."""
     folder = pruned(loud[family], tmp_path / "pruned")
     seen: list[Event] = []
-    result = recover(folder, loud[family], TOKENS, scope=scope, steps=20, observe=seen.append, written=0, batch_size=2)
+    result = recover(folder, loud[family], TOKENS, scope=scope, steps=20, observe=seen.append, batch_size=2)
     out = result.save_pretrained(tmp_path / "out")
     before, after, dense, report = tensors(folder), tensors(out), tensors(loud[family]), report_of(out)
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}

@@ -19,6 +19,7 @@ from sparsellm import prune, recover, verify
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.recovery import distillation
 from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.runs import training
 from sparsellm.runs.gradual import read_stages
 from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runs.quantization_file import read_scales
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., "Result"]
 TOKENS = torch.randint(0, 256, (64, 32), generator=torch.Generator().manual_seed(3))
-SETTINGS: dict[str, Any] = {"steps": 60, "written": 0, "batch_size": 2}
+SETTINGS: dict[str, Any] = {"steps": 60, "batch_size": 2}
 ROUNDED: dict[str, Any] = {
     "int4": {"sparsity": "60%", "values": "int4", "exclude": ["q_proj"]},
     "int3": {"sparsity": "2:4", "values": "int3"},
@@ -43,8 +44,9 @@ Matrices = Mapping[str, tuple[Tensor, Tensor]]
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps."""
+    """Few steps, on no generated sequences."""
     monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(60, 3e-3))
+    monkeypatch.setattr(training, "READS", 1000)
 
 
 def rounded(model: Path, folder: Path, how: str = "int4") -> Path:

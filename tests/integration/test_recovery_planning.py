@@ -88,7 +88,7 @@ def test_what_a_planned_recovery_refuses(
     refused(command("plan", tiny["llama"], "--recover", pruned, *text, "--sparsity", "50%"), "Unknown field 'sparsity'")
     refused(command("plan", tiny["llama"], *text, "--steps", 5), "Unknown field 'steps'")
     monkeypatch.setattr("sparsellm.runs.planning.free_disk", lambda folder: 10_000)
-    words = ("--against", tiny["llama"], *text, "--steps", 2, "--written", 0)
+    words = ("--against", tiny["llama"], *text, "--steps", 2)
     refused(command("recover", pruned, tmp_path / "out", *words), "of disk are needed, and 9.8 KiB are free")
     assert list(tmp_path.iterdir()) == []
 
@@ -105,7 +105,7 @@ def test_the_state_of_a_training_is_counted(
 ) -> None:
     """The most bytes that the work folder holds while states replace each other, and then with the output."""
     monkeypatch.setattr(stages, "STORING_SHARE", float("inf"))  # a state at every validation
-    settings = {"calibration": str(text_file), "samples": 16, "sequence_length": 32, "steps": 10, "written": 0}
+    settings = {"calibration": str(text_file), "samples": 16, "sequence_length": 32, "steps": 10}
     recipe = read_recovery({"model": str(tiny["llama"]), "pruned": str(pruned), "scope": scope, "train": train, **settings})
     out, sizes, write = tmp_path / "out", [0], journal.durable
 
@@ -130,9 +130,9 @@ def peak_of(recipe: Any, folder: Path) -> int:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "model": {"written": 6},
-    "model, lora": {"written": 0, "train": "lora"},
-    "block": {"scope": "block"},
+    "model": {"steps": 22},
+    "model, lora": {"steps": 6, "train": "lora"},
+    "block": {"steps": 6, "scope": "block"},
 }
 
 
@@ -147,7 +147,7 @@ def test_a_plan_of_a_recovery_holds(model: str, case: str, tmp_path: Path) -> No
         if not Path(model).is_dir():
             pytest.skip("the model wt2-llama is not here")
     folder = prune(model, "magnitude", "50%").save_pretrained(tmp_path / "pruned")
-    settings = {"calibration": text, "samples": 16, "sequence_length": 128, "steps": 6, **CASES[case]}
+    settings = {"calibration": text, "samples": 16, "sequence_length": 128, **CASES[case]}
     recipe = read_recovery({"model": model, "pruned": str(folder), **settings})
     planned: RunPlan = plan_run(recipe, tmp_path)
     assert 0.8 <= planned.peak.data_bytes / peak_of(recipe, tmp_path) <= 1.3

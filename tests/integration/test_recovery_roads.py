@@ -21,7 +21,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.recovery import distillation
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
-from sparsellm.runs import recipe
+from sparsellm.runs import recipe, training
 from sparsellm.runtime import products
 from tests import processes
 from tests.cli.test_bad_input import refused
@@ -36,13 +36,14 @@ Command = Callable[..., "Result"]
 SENTENCES = (torch.arange(32) * (1 + torch.arange(16).unsqueeze(1) % 3)) % 40
 """Sequences that can be learnt, (16, 32): counting by one, two or three."""
 
-SETTINGS: dict[str, Any] = {"steps": 20, "written": 0, "batch_size": 2}
+SETTINGS: dict[str, Any] = {"steps": 20, "batch_size": 2}
 
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual steps are for trained models: a random one of this size only gets worse by them."""
+    """The usual steps are for trained models: a random one of this size only gets worse by them, and generates noise."""
     monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 3e-3))
+    monkeypatch.setattr(training, "READS", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_a_training_that_wins_nothing_is_told(
     monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 100))
     out, half = tmp_path / "out", folders["llama"]
     reads = ("--calibration", text_file, "--evaluate", text_file, "--samples", 16, "--sequence-length", 32)
-    ran = command("recover", half, out, "--against", loud["llama"], *reads, "--steps", 20, "--written", 0)
+    ran = command("recover", half, out, "--against", loud["llama"], *reads, "--steps", 20)
     assert ran.exit_code == 0, ran.stderr
     training = report_of(out)["recovered"]
     assert training["steps"] == 0

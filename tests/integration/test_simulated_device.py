@@ -143,7 +143,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fast": ("prune", "--sparsity", "80%", "--effort", "fast", "--offload"),
     "bits": ("prune", "--bits", "2.3", "--effort", "fast", "--include", "*.layers.0.*"),
     "blocks": ("recover", "--scope", "block", "--steps", "2"),
-    "model": ("recover", "--steps", "2", "--written", "8"),
+    "model": ("recover", "--steps", "24"),
     "lora": ("recover", "--steps", "2", "--train", "lora"),
 }
 """Commands whose intermediate results are kept on the CPU, such as a journal's."""

@@ -33,7 +33,7 @@ def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
     names = dict.fromkeys(name for row in finished for name in row.figures)
     plots: list[Plot | None] = []
     for number, measure in enumerate(headlines(names)):
-        axes = [axis for axis in ("sparsity", "samples", "sequence_length", "written") if axis in varied]
+        axes = [axis for axis in ("sparsity", "samples", "sequence_length") if axis in varied]
         plots += [against(sweep, finished, axis, measure=measure, name=f"{axis}-{number}") for axis in axes]
         plots.append(against_bits(sweep, finished, measure, name=f"bits-{number}"))
         if {"alpha", "beta"} <= varied:

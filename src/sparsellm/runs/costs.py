@@ -138,7 +138,6 @@ def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
     count = len(set(experts.values()))
     share = min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / count) if count else 1.0
     stored = ready.source.dtype(recipe.dtype).itemsize
-    samples = len(ready.windows) and len(ready.windows) + recipe.calibration_written
     return BlockShapes(
         depth=len(ready.blocks),
         vocabulary=int(config.vocab_size),
@@ -153,9 +152,9 @@ def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
         share=share,
         parameters=parameters,
         active=parameters - (1 - share) * sum(layers[name][0] * layers[name][1] for name in experts),
-        tokens=samples * ready.length,
+        tokens=len(ready.windows) * ready.length,
         length=ready.length,
-        batch=min(batch, samples) * ready.length,
+        batch=min(batch, len(ready.windows)) * ready.length,
         pattern=ready.plan[block.full_name(planned[0])] if planned else next(iter(ready.plan.values())),
     )
 

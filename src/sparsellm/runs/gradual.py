@@ -36,7 +36,7 @@ SURPLUS = 1e-3
 OF_RECOVERY = ("model", "revision", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
 """Recipe fields that the pruning runs do not take from the recovery: each stage is measured when it is recovered."""
 
-OF_STAGE = ("sparsity", "keep_zeros", "values", "group_size", "written")
+OF_STAGE = ("sparsity", "keep_zeros", "values", "group_size")
 """Recipe fields that the pruning runs do not take from the run that wrote the first checkpoint."""
 
 

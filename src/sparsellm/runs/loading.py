@@ -225,10 +225,11 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
     streamed = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
     if isinstance(source, InMemoryModel) or not streamed:
         return Placement(memory, size, streamed=False)
-    if recipe.model_steps or recipe.calibration_written:
-        stage = "gradient steps over it" if recipe.model_steps else "`written`"
+    if recipe.model_steps:
         reason = sizes if recipe.offload is None else "`offload=True` reads it block by block"
-        raise TooLarge(f"With {stage} the whole model must be in memory: {reason}. Leave it out, or raise `max_memory`.")
+        raise TooLarge(
+            f"With gradient steps over it the whole model must be in memory: {reason}. Leave it out, or raise `max_memory`."
+        )
     if not files:
         reason = "`offload=True` reads the model block by block and stores pruned blocks in files"
         reason = sizes if recipe.offload is None else reason

@@ -221,7 +221,7 @@ def _refusal(plan: RunPlan, ready: Prepared) -> str:
     needed = f"{plan.peak.stage.capitalize()} needs {human_bytes(data)} of memory on {ready.device}{fewer}"
     message = f"{needed}, and {human_bytes(placement.memory)} may be taken."
     changes: list[dict[str, Any]] = []
-    if not placement.streamed and recipe.offload is False and not recipe.model_steps and not recipe.calibration_written:
+    if not placement.streamed and recipe.offload is False and not recipe.model_steps:
         changes.append({"offload": True})
     if recipe.batch_size is not None and recipe.batch_size > 1:
         changes.append({"batch_size": 1})

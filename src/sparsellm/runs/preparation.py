@@ -110,15 +110,13 @@ def prepare(
             report,
             observer,
         )
-    samples = len(windows) and len(windows) + recipe.calibration_written
-    all_windows = windows.new_empty(samples, windows.shape[-1], device="meta") if samples else windows
-    batch = _batch_size(recipe, method, all_windows, length=length, observer=observer)
+    batch = _batch_size(recipe, method, windows, length=length, observer=observer)
     if batch > 1 and count_tokens(windows) < windows.numel():
         batch = 1
         if recipe.batch_size:
             observer(Note("1 sequence per batch, since the sequences differ in length"))
     vocabulary = skeleton.get_input_embeddings().num_embeddings
-    if message := check_memory(recipe, method, opened, windows=all_windows, vocabulary=vocabulary):
+    if message := check_memory(recipe, method, opened, windows=windows, vocabulary=vocabulary):
         observer(Note(message))
     return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
 

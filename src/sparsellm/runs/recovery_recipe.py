@@ -36,16 +36,8 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
         return SCOPE_STEPS[scope]
 
     @property
-    def calibration_written(self) -> int:
-        return (self.written or 0) if self.scope == "block" else 0
-
-    @property
     def model_steps(self) -> int:
         return self.resolved_steps if self.scope == "model" else 0
-
-    @property
-    def model_written(self) -> int | None:
-        return self.written if self.scope == "model" else None
 
     def describe(self) -> str:
         return f"recovered from {PurePath(self.pruned).name} by {self.describe_steps()}"

@@ -15,6 +15,7 @@ REMOVED: dict[str, str] = {
     "train=norms": "`train='full'` trains norms and biases with the weights, and `train='lora'` only few numbers.",
     "loss": "`scope='model'` lowers the divergence of the predictions, `scope='block'` errors of each block's outputs; "
     "SparsityCallback trains on text, in a trainer of transformers.",
+    "written": "Pruning reads more text with `samples`; training generates the sequences that it needs by itself.",
 }
 """By name, or by name and value of a setting, a sentence on what replaces it. An entry stays for one release."""
 
@@ -37,8 +38,12 @@ def instead(name: str, known: Iterable[str]) -> str:
 
 def without_removed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a saved recipe without those that were removed, where they ask for what a run does without them."""
-    loss = "hidden" if fields.get("scope") == "block" else "kl"
-    without: dict[str, tuple[Any, ...]] = {"allocation_bounds": (None,), "loss": (None, loss)}
+    whole = "pruned" in fields and fields.get("scope") != "block"
+    without = {
+        "allocation_bounds": (None,),
+        "loss": (None, "kl" if whole else "hidden"),
+        "written": (None,) if whole else (None, 0),
+    }
     return {name: value for name, value in fields.items() if value not in without.get(name, ())}
 
 

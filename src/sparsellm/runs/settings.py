@@ -73,7 +73,6 @@ class PruneSettings(RunSettings, total=False):
     group_size: int | None
     keep_zeros: bool
     true_sequential: bool
-    written: int
 
 
 class RecoverySettings(RunSettings, total=False):
@@ -83,7 +82,6 @@ class RecoverySettings(RunSettings, total=False):
     patience: int | None
     lora_rank: int
     lora_targets: str | Sequence[str]
-    written: int | None
 
 
 def recipe_keywords(settings: type, fields: type[RunFields] = RecipeFields) -> Callable[[Function], Function]:

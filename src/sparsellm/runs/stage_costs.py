@@ -15,7 +15,6 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.costs import BlockShapes, Cost, block_cost, block_shapes, work
 from sparsellm.runs.events import (
     ALLOCATION,
-    GENERATING,
     MEASURING,
     MEASURING_CHECKPOINT,
     PRUNING,
@@ -29,7 +28,7 @@ from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.training_costs import block_training_cost, generation_cost, model_training_costs
+from sparsellm.runs.training_costs import block_training_cost, model_training_costs
 
 HEAD_EXTRA = (1, 0), (2, 2)
 """float32 matrices of the output head's size, and products of it by a Gram matrix, that a block's formulas leave out, since in
@@ -58,8 +57,6 @@ def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, bat
         memory = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
         yield f"{ALLOCATION} ({recipe.allocation_rule})", Cost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
 
-    if recipe.calibration_written:
-        yield GENERATING, generation_cost(ready, placement, recipe.calibration_written)
     yield block_stage(recipe), _pruning_cost(recipe, ready, placement, shapes=shapes, model=model, non_block=non_block)
 
     if ready.tests:

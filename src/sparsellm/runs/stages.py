@@ -57,7 +57,7 @@ from sparsellm.runs.recipe_methods import integer_values
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.training import model_step, model_written, trains_outside
+from sparsellm.runs.training import count_generated, model_step, trains_outside
 from sparsellm.runs.training_outcome import WHOLE_MODEL, why_unchanged
 from sparsellm.runs.workspace import TRAINING_STATE
 from sparsellm.runtime import collectives
@@ -79,7 +79,7 @@ def stage_names(recipe: RunRecipe, ready: Prepared, *, streamed: bool) -> tuple[
     costs = [LAYERS] * bool(layers and not streamed and not has_head)
     names = [MEASURING_CHECKPOINT] * bool(is_recovery and ready.tests) + [LOADING]
     names += [f"{name} dense" for name in measured] + prompts + costs
-    names += [GENERATING] * bool(recipe.calibration_written) + [SENSITIVITIES] * ready.method.needs_fisher
+    names += [SENSITIVITIES] * ready.method.needs_fisher
     if recipe.allocation_rule in RULES[1:]:
         names.append(f"{ALLOCATION} ({recipe.allocation_rule})")
     names += [GENERATING, PREDICTING] if recipe.model_steps else []
@@ -253,7 +253,7 @@ def _training_data(
     """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
     recipe = report.recipe
     with phase(GENERATING, report, observer, unit="sequence") as advance:
-        count = model_written(recipe, *windows.shape)
+        count = count_generated(recipe, *windows.shape)
         generated = cached_samples(loaded, windows, count, seed=recipe.seed, cache=cache, advance=advance)
     per_step = model_step(*windows.shape)
     groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 MODEL_TOKENS = 1024
 """Tokens per gradient step over the whole model, at least one sequence: for the same tokens, smaller steps win back more."""
 
+READS = 2
+"""How often training the whole model reads a sequence, about: the dense model generates as many as the text lacks for it. With
+few sequences alone, training overfits (LLM-QAT, Liu et al., 2023, generates all of its data)."""
+
 
 def trained_of(recipe: RunRecipe) -> tuple[Train, int]:
     """Which parameters a run trains, and the rank of their changes for "lora"."""
@@ -38,10 +42,9 @@ def model_step(samples: int, length: int) -> int:
     return max(1, min(MODEL_TOKENS // length, samples // 8))
 
 
-def model_written(recipe: RunRecipe, samples: int, length: int) -> int:
-    """Sequences that the dense model generates for whole-model training; by default enough to use each about twice."""
-    reads = recipe.model_steps * model_step(samples, length)
-    return max(0, reads // 2 - samples) if recipe.model_written is None else recipe.model_written
+def count_generated(recipe: RunRecipe, samples: int, length: int) -> int:
+    """Number of sequences that the dense model generates for training the whole model."""
+    return max(0, recipe.model_steps * model_step(samples, length) // READS - samples)
 
 
 def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *, windows: Tensor, vocabulary: int) -> str:
@@ -82,7 +85,7 @@ def model_bytes(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, win
     blocks = opened.blocks
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
     batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
-    tokens = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
+    tokens = windows.numel() + count_generated(recipe, *windows.shape) * windows.shape[1]
     train, rank = trained_of(recipe)
     trained = trained_bytes(blocks, together=True, train=train, rank=rank, rounded=_trains_rounded(recipe, method))
     if outside := numbers_outside(recipe, method, opened.skeleton):

@@ -18,7 +18,7 @@ from sparsellm.runs.loading import Placement
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
-from sparsellm.runs.training import model_bytes, model_step, model_written, numbers_outside, trained_of
+from sparsellm.runs.training import count_generated, model_bytes, model_step, numbers_outside, trained_of
 
 ADAM_BYTES = 84
 """Bytes that a step reads and writes for each trained number: 12 for its gradient as float32, and 72 by Adam's operations."""
@@ -107,7 +107,7 @@ def model_training_costs(
 ) -> Iterator[tuple[str, Cost]]:
     """What each stage of training the whole model takes, by its name."""
     samples, length = ready.windows.shape
-    more, vocabulary, depth = model_written(recipe, samples, length), shapes.vocabulary, shapes.depth
+    more, vocabulary, depth = count_generated(recipe, samples, length), shapes.vocabulary, shapes.depth
     if more:
         yield GENERATING, generation_cost(ready, placement, more)
     whole = 4 * (placement.model // shapes.stored)  # float32
