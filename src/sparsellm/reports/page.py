@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from sparsellm.runs.publication import Paths, local_files
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import without_defaults
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.removed import asks_for_removed
 from sparsellm.runs.report import Report, read_report
 from sparsellm.runs.zeros_before import counts
 
@@ -107,7 +109,12 @@ def _content(run: str | Path | Result) -> dict[str, Any]:
         return _sweep_content(path)
     report, content = read_report(path / REPORT)
     verified = report.digests is not None and report_digest(content) == report.digests.report
-    return _run_content(report, path.resolve().name, verified=verified)
+    removed = asks_for_removed(content["recipe"])
+    defaults = {key: field.default for key, field in type(report.recipe).model_fields.items() if key in removed}
+    again = replace(report, recipe=report.recipe.model_copy(update=defaults))
+    page = _run_content(again, path.resolve().name, verified=verified)
+    page["remarks"] += [f"{text} The command below leaves it out." for text in removed.values()]
+    return page
 
 
 def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:
@@ -183,9 +190,7 @@ def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]
         "lead": f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
         + (f" {report.packing.describe()}" if report.packing else ""),
-        "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration)
-        + [f"{text} The command below leaves it out." for text in dropped.values()]
-        + [" ".join(LEGEND)] * bool(bench),
+        "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
         "notes": report.notes,
         "tables": tables | _stages(report) | (speed_tables(bench) if bench else {}),
         "legend": " ".join(error_legend(figures.values())) if measured else "",
