@@ -40,8 +40,9 @@ from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.export import Result
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
+from sparsellm.solvers.integers import SCALE_BITS, IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.solvers.quantization import SCALE_BITS, default_group_size, group_count, round_to_nearest
+from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse.encoding import encode
 
 FILE = MEASURED / "bits.json"
@@ -141,7 +142,7 @@ def sparse_bits(model: nn.Module, bits: int) -> float:
             stored += 8 * sum(part.nbytes for part in encode(weight.bfloat16()).values())
             continue
         kept = int(keep.sum())
-        groups = len(weight) * group_count(weight.shape[1], default_group_size(bits, kept / weight.numel()))
+        groups = len(weight) * IntegerFormat.default(bits, kept / weight.numel()).groups(weight.shape[1])
         stored += mask_bits(keep) + bits * kept + SCALE_BITS * groups
     return stored / weights
 
@@ -151,8 +152,8 @@ def round_layers(model: nn.Module, bits: int) -> None:
     with torch.no_grad():
         for layer in layers_of(model).values():
             keep = layer.weight != 0
-            size = default_group_size(bits, float(keep.float().mean()))
-            layer.weight.copy_(round_to_nearest(layer.weight, bits, size, mask=keep).to_dense())
+            form = IntegerFormat.default(bits, float(keep.float().mean()))
+            layer.weight.copy_(round_to_nearest(layer.weight, form, mask=keep).to_dense())
 
 
 def apply(model: nn.Module, method: BlockMethod, samples: tuple[Tensor, ...]) -> None:

@@ -13,10 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparsellm.solvers.integers import SCALE_BITS, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal, cholesky_
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import SCALE_BITS, default_group_size, expand_groups, group_count, round_compensated
+from sparsellm.solvers.quantization import expand_groups, round_compensated
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
 CLIPS = tuple(1 - step / 40 for step in range(24))
@@ -36,7 +37,7 @@ class Grid:
     def bits_per_weight(self, columns: int) -> float:
         """Bits that a weight takes, with its share of scales and zero points."""
         group = SCALE_BITS + (self.bits if self.zero_points else 0)
-        return self.bits + group * group_count(columns, self.group_size) / columns
+        return self.bits + group * IntegerFormat(self.bits, self.group_size).groups(columns) / columns
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The scale and the zero point of each weight, (out, in), by the clip with the smallest squared error of each group."""
@@ -130,5 +131,6 @@ class Compensated:
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         removed = problem.pruned_mask
         keep = torch.ones_like(problem.weight, dtype=torch.bool) if removed is None else ~removed
-        size = default_group_size(self.bits, float(keep.float().mean())) if self.group_size is None else self.group_size
-        return round_compensated(problem.weight, problem.gram, keep, bits=self.bits, group_size=size).to_dense()
+        default = IntegerFormat.default(self.bits, float(keep.float().mean()))
+        form = default if self.group_size is None else IntegerFormat(self.bits, self.group_size)
+        return round_compensated(problem.weight, problem.gram, keep, format=form).to_dense()

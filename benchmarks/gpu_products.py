@@ -27,8 +27,9 @@ from transformers import PreTrainedConfig
 
 from sparsellm.runs.decoding import TORCH
 from sparsellm.runtime.devices import synchronize
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.solvers.quantization import default_group_size, round_to_nearest
+from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows, matmul
 from sparsellm.sparse.quantization import QuantizedBitmask
@@ -89,9 +90,8 @@ def measure_integers(weight: Tensor, inputs: dict[int, Tensor]) -> dict[str, Any
 
 def quantized(weight: Tensor, keep: Tensor) -> QuantizedBitmask:
     """The kept weights rounded to nearest."""
-    size = default_group_size(BITS, float(keep.float().mean()))
-    rounded = round_to_nearest(weight, BITS, size, mask=keep)
-    return QuantizedBitmask.from_integers(rounded.integers, rounded.scales, bits=BITS, group_size=size, keep=keep)
+    rounded = round_to_nearest(weight, IntegerFormat.default(BITS, float(keep.float().mean())), mask=keep)
+    return QuantizedBitmask.from_quantized(rounded, keep)
 
 
 def whole_model(device: torch.device, config: PreTrainedConfig = decode.SHAPES[decode.RACED]) -> dict[str, float]:

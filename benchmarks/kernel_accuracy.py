@@ -21,7 +21,8 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.texts import read_text
 from sparsellm.data.tokenization import tokenize
 from sparsellm.evaluation.perplexity import perplexity
-from sparsellm.solvers.quantization import default_group_size, round_to_nearest
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse import kernels
 from sparsellm.sparse.quantization import QuantizedBitmask
 
@@ -69,9 +70,8 @@ def quantized(model: nn.Module, bits: int, form: str) -> nn.Module:
             continue
         weight = layer.weight.detach().float()
         keep = weight.abs() > weight.abs().flatten().kthvalue(weight.numel() // 2).values
-        rounded = round_to_nearest(weight, bits, default_group_size(bits, 0.5), mask=keep)
-        options = {"bits": bits, "group_size": rounded.group_size}
-        packed = QuantizedBitmask.from_integers(rounded.integers, rounded.scales, keep=keep, **options)
+        rounded = round_to_nearest(weight, IntegerFormat.default(bits, 0.5), mask=keep)
+        packed = QuantizedBitmask.from_quantized(rounded, keep)
         if form == "kernels":
             result.set_submodule(name, KernelLinear(packed, None if layer.bias is None else layer.bias.detach()))
         else:

@@ -21,7 +21,8 @@ import torch
 from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
 from torch import Tensor
 
-from sparsellm.solvers.quantization import default_group_size, round_to_nearest
+from sparsellm.solvers.integers import BITS_OF, IntegerFormat
+from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse import kernels, memory_reads
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.quantization import QuantizedBitmask
@@ -67,10 +68,8 @@ def pack(weight: Tensor, sparsity: float, form: str) -> Bitmask | QuantizedBitma
     pruned = weight.masked_fill(weight.abs() <= size.kthvalue(int(sparsity * len(size))).values, 0)
     if form == "bfloat16":
         return Bitmask.from_dense(pruned)
-    bits = int(form.removeprefix("int"))
-    rounded = round_to_nearest(pruned, bits, default_group_size(bits, 1 - sparsity), mask=pruned != 0)
-    options = {"bits": bits, "group_size": rounded.group_size}
-    return QuantizedBitmask.from_integers(rounded.integers, rounded.scales, keep=pruned != 0, **options)
+    rounded = round_to_nearest(pruned, IntegerFormat.default(BITS_OF[form], 1 - sparsity), mask=pruned != 0)
+    return QuantizedBitmask.from_quantized(rounded, pruned != 0)
 
 
 def copy(weight: Packed) -> Packed:

@@ -26,9 +26,10 @@ from measuring import MEASURED, arguments, markdown_table, program, read_figures
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsellm.runs.packed_values import VALUES, Values
+from sparsellm.runs.packed_values import NearestIntegers, quantize
 from sparsellm.runs.report import load_report
-from sparsellm.solvers.quantization import bits_per_weight
+from sparsellm.solvers.integers import BITS_OF
+from sparsellm.solvers.quantization import Quantized
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_encoding import encode_quantized
@@ -137,15 +138,14 @@ def quantized_bits(weights: Mapping[str, Tensor], values: str) -> dict[str, floa
     """Bits a weight of both forms with integers of few bits, of the formula, and of integers for kept weights that became 0."""
     total, count = dict.fromkeys(("plain", "archive", "formula", "with zeros"), 0.0), 0
     for name, weight in weights.items():
-        matrix, entry = Values(VALUES[values], None, transposed=False).quantize(name, weight)
+        matrix, _ = quantize(name, weight, NearestIntegers(values, None))
         parts = {form: encode_quantized(matrix, form == "archive") for form in ("plain", "archive")}
-        scales, size = matrix.scales, entry.group_size
-        kept = {"bits": matrix.bits, "group_size": size, "keep": weight != 0}
-        parts["with zeros"] = encode_quantized(QuantizedBitmask.from_integers(matrix.to_integers(), scales, **kept))
+        rounded = Quantized(matrix.to_integers(), matrix.scales, matrix.format)
+        parts["with zeros"] = encode_quantized(QuantizedBitmask.from_quantized(rounded, weight != 0))
         for form, stored in parts.items():
             total[form] += 8 * sum(part.numel() for part in stored.values())
         density = matrix.kept / weight.numel()
-        formula = [bits_per_weight(share, matrix.bits, size, weight.shape[1]) for share in (density, 1)]
+        formula = [matrix.format.bits_per_weight(share, weight.shape[1]) for share in (density, 1)]
         total["formula"] += weight.numel() * min(formula)
         count += weight.numel()
     return {name: value / count for name, value in total.items()}
@@ -154,14 +154,14 @@ def quantized_bits(weights: Mapping[str, Tensor], values: str) -> dict[str, floa
 def measure_values(models: list[str]) -> None:
     """Measure integers of every width on the Gaussian matrix and the layers of each model."""
     torch.set_num_threads(1)
-    for values in VALUES:
+    for values in BITS_OF:
         for sparsity in (0, *SPARSITIES):
             layers = {"weight": gaussian(sparsity).bfloat16()}
             record(FILE, f"values, {values}, Gaussian matrix, {sparsity}", quantized_bits(layers, values))
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
             for sparsity, layers in pruned_layers(model, "sparsegpt", "bfloat16", folder=folder).items():
-                for values in VALUES:
+                for values in BITS_OF:
                     record(FILE, f"values, {values}, {Path(model).name}, {sparsity}", quantized_bits(layers, values))
 
 

@@ -22,6 +22,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import calibration_windows
 from sparsellm.data.texts import read_text
 from sparsellm.methods.layerwise import LayerWise
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.quantization import round_compensated
@@ -65,7 +66,7 @@ def forms(problem: LayerProblem, grid: Grid) -> Iterator[tuple[str, Tensor]]:
         yield f"gptq.py, {label}", GPTQ(grid, in_order=in_order).solve(problem, None)
     if grid.bits > 2 and not grid.zero_points:
         keep = torch.ones_like(problem.weight, dtype=torch.bool)
-        ours = round_compensated(problem.weight, problem.gram, keep, bits=grid.bits, group_size=grid.group_size)
+        ours = round_compensated(problem.weight, problem.gram, keep, format=IntegerFormat(grid.bits, grid.group_size))
         yield "sparsellm, compensated", ours.to_dense()
 
 

@@ -35,6 +35,8 @@ from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import SparseLLMError
 from sparsellm.runtime import native
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
@@ -245,8 +247,8 @@ def matrices() -> list[PackedMatrix]:
         for bits, group_size in ((8, 0), (4, 64), (3, 128)):
             scales = torch.rand(rows, 1 if not group_size else -(-columns // group_size)).bfloat16()
             integers = torch.randint(-4, 4, (rows, columns), dtype=torch.int8) * keep
-            options: dict[str, Any] = {"bits": bits, "group_size": group_size, "keep": keep}
-            made.append(QuantizedBitmask.from_integers(integers, scales, **options))
+            rounded = Quantized(integers, scales, IntegerFormat(bits, group_size))
+            made.append(QuantizedBitmask.from_quantized(rounded, keep))
     return made
 
 
@@ -268,7 +270,7 @@ def call_kernels(weights: list[PackedMatrix], random: Random) -> None:
     quantized = isinstance(weight, QuantizedBitmask)
     named: dict[str, Any] = {"mask": weight.mask, "values": weight.values, "row_starts": weight.row_starts, "x": x}
     named |= {"bias": bias, "out": None, "scales": getattr(weight, "scales", None), "columns": columns}
-    named["group_size"] = getattr(weight, "group_size", 0)
+    named["group_size"] = weight.format.group_size if isinstance(weight, QuantizedBitmask) else 0
     dense = weight.to_dense()
     if random.random() < 0.5:
         named["out"] = torch.empty_like(dense)
@@ -303,7 +305,7 @@ def call_kernels(weights: list[PackedMatrix], random: Random) -> None:
     shape = len(named["mask"]), named["columns"]
     made: PackedMatrix = Bitmask(shape, *parts)
     if quantized:
-        made = QuantizedBitmask(shape, *parts, named["scales"], weight.bits, named["group_size"])
+        made = QuantizedBitmask(shape, *parts, named["scales"], IntegerFormat(weight.format.bits, named["group_size"]))
     start, stop = sorted(random.choices(range(-1, rows + 2), k=2))
     rows_of = random.random() < 0.5 and named["out"] is None
     result = kernels.decode(made, start, stop, out=None) if rows_of else kernels.decode(made, out=named["out"])

@@ -19,7 +19,6 @@ import sparsellm
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import LAYER_RESULT
-from sparsellm.methods.rounding import Scales
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.block_training import split_batches
 from sparsellm.recovery.distillation import distill, group_batches, last_states
@@ -28,6 +27,8 @@ from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.export import Result
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runtime import collectives, devices, process_group
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Scales
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {
@@ -93,7 +94,7 @@ def recovered(name: str, result: Result, whole: bool, lora: bool = False) -> Pre
     groups, back = group_batches(windows(16, 1), more, 2, 1)
     adam, train = MaskedAdam(8, 1e-3, rank=4 if lora else None), "lora" if lora else "full"
     rounded = [(block.scales[x.name], x) for block in result.report.blocks for x in block.layers if x.name in block.scales]
-    scales = {x.name: Scales(found, x.bits or 0, x.group_size or 0) for found, x in rounded}
+    scales = {x.name: Scales(found, IntegerFormat(x.bits or 0, x.group_size or 0)) for found, x in rounded}
     states = last_states(dense, groups)
     distill(result.model, groups, states, plan=plan, adam=adam, train=train, scales=scales, held_out=back)
     return result.model

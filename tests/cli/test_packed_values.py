@@ -22,7 +22,6 @@ from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.runs import packed_documents, packing
 from sparsellm.runs.quantization_file import read_scales
-from sparsellm.solvers.quantization import integer_range
 from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
@@ -57,11 +56,11 @@ def test_rounded_models_are_packed_and_come_back(
         assert not bool((after[key] == 0).logical_and(after[key].signbit()).any())
         matrix = after[key].transpose(-1, -2) if scales[key].transposed else after[key]
         matrix = matrix.reshape(len(scales[key].scales), -1).double()
-        size = scales[key].group_size or matrix.shape[1]
+        size = scales[key].format.group_size or matrix.shape[1]
         expanded = scales[key].scales.double().repeat_interleave(size, 1)[:, : matrix.shape[1]]
         integers = torch.where(expanded != 0, matrix / expanded, 0)
         assert float((integers - integers.round()).abs().max()) < 2**-8 * 2 ** (QUANTIZED[values] - 1)
-        least, largest = integer_range(QUANTIZED[values], 0)
+        least, largest = scales[key].format.limits(0)
         assert least - 0.5 < float(integers.min()) <= float(integers.max()) < largest + 0.5
     again = sparsellm.pack(tmp_path / "back", tmp_path / "again", archive=archive)
     assert not again.rounded

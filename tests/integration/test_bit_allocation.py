@@ -20,11 +20,12 @@ from sparsellm.methods import LayerResult
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning import error_curves
 from sparsellm.pruning.bit_allocation import BitBudget, LayerFormat, bit_range
-from sparsellm.pruning.error_curves import DENSITIES, DESCENT, ROUNDED, WIDTHS, ErrorCurve, measure_errors
+from sparsellm.pruning.error_curves import DENSITIES, DESCENT, ROUNDED, ErrorCurve, measure_errors
 from sparsellm.pruning.plan import uniform_plan
+from sparsellm.solvers.integers import WIDTHS, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured
-from sparsellm.solvers.quantization import DAMPING, default_group_size, gptq, round_to_nearest
+from sparsellm.solvers.quantization import DAMPING, gptq, round_to_nearest
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
 
 Shapes = dict[str, tuple[int, int]]
@@ -45,7 +46,7 @@ def error_of(curves: dict[str, ErrorCurve], formats: dict[str, LayerFormat]) -> 
     """The interpolated error of all layers."""
     total = 0.0
     for name, layer in formats.items():
-        logs = np.log(curves[name][WIDTHS.index(layer.bits)])  # type: ignore[arg-type]
+        logs = np.log(curves[name][WIDTHS.index(layer.format.bits)])
         total += math.exp(np.interp(math.log(layer.kept / math.prod(layer.shape)), np.log(DENSITIES), logs))
     return total
 
@@ -119,7 +120,7 @@ def test_layers_of_one_tensor_have_one_format() -> None:
     for bits in (1.0, 2.3, 3.7):
         formats = BitBudget(curves, shapes, bits, together=[("layer0", "layer3", "layer1")]).formats
         together = [formats[name] for name in ("layer0", "layer1", "layer3")]
-        assert len({(layer.bits, layer.group_size) for layer in together}) == 1
+        assert len({layer.format for layer in together}) == 1
         assert max(x.pattern.sparsity for x in together) - min(x.pattern.sparsity for x in together) < 1e-4
         assert formats.keys() == shapes.keys()
         assert sum(x.stored_bits for x in formats.values()) < bits * sum(map(math.prod, shapes.values())) + 32 * len(shapes)
@@ -140,9 +141,9 @@ def test_errors_follow_the_formula(family: str, monkeypatch: pytest.MonkeyPatch)
         inputs, gradients = read[full_name][0].double(), factors[full_name].gradients.double()
         gram, scaled = (inputs.T @ inputs / len(inputs)).float(), (weight * gradients.unsqueeze(1) * 0.5**0.5).float()
         for number, bits in enumerate(WIDTHS):
-            form = bits, default_group_size(bits, 1.0)
-            rounded = [round_to_nearest(scaled, *form, importance=gram.diagonal())]
-            rounded += [gptq(scaled, add_diagonal(gram, DAMPING), *form)] if bits < 8 else []
+            form = IntegerFormat.default(bits, 1.0)
+            rounded = [round_to_nearest(scaled, form, importance=gram.diagonal())]
+            rounded += [gptq(scaled, add_diagonal(gram, DAMPING), form)] if bits < 8 else []
             lost = [((x.to_dense().double() - scaled) @ inputs.T).square().sum(0).mean() for x in rounded]
             assert curves[full_name][number][-1] == pytest.approx(DESCENT * float(min(lost)), rel=1e-3)
         errors = np.array(curves[full_name])
@@ -235,4 +236,4 @@ def test_formats_never_store_a_mask_that_takes_more_than_it_saves() -> None:
         for density in (0.9, 0.7, 0.66, 0.3):
             layer = LayerFormat.of((64, 256), bits, density)
             fewer = replace(layer, kept=math.floor(density * 64 * 256))
-            assert layer.stored_bits == min(fewer.stored_bits, replace(every, group_size=layer.group_size).stored_bits)
+            assert layer.stored_bits == min(fewer.stored_bits, replace(every, format=layer.format).stored_bits)

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import sparsellm
 from sparsellm.checkpoints.exported_files import pack_integers, unpack_integers
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, UnsupportedModel
-from sparsellm.methods.rounding import Scales
 from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runs.packing import pack
 from sparsellm.runs.quantization_file import write_scales
-from sparsellm.solvers.quantization import Quantized, round_to_nearest
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized, Scales, round_to_nearest
 from tests.conftest import byte_tokenizer
 from tests.integration.test_packed_models import save_pruned
 
@@ -38,11 +38,13 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Q
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and ".layers." in name:
                 bits, size = FORMATS.get(name.split(".")[-2], (4, 64))
-                layers[name] = round_to_nearest(parameter.float(), bits, size, mask=torch.rand(parameter.shape) < 0.4)
+                layers[name] = round_to_nearest(
+                    parameter.float(), IntegerFormat(bits, size), mask=torch.rand(parameter.shape) < 0.4
+                )
                 parameter.copy_(layers[name].to_dense())
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    write_scales(folder, {name: Scales(x.scales, x.bits, x.group_size) for name, x in layers.items()})
+    write_scales(folder, {name: Scales(x.scales, x.format) for name, x in layers.items()})
     return folder, layers
 
 
@@ -112,7 +114,7 @@ def test_a_model_without_scales_is_rounded_to_nearest(tmp_path: Path, dtype: tor
         names = [name.removesuffix("_packed") for name in stored if name.endswith("_packed")]
         assert len(names) == 12
         for name in names:
-            expected = round_to_nearest(dense[name].float(), bits, 0 if bits == 8 else 128)
+            expected = round_to_nearest(dense[name].float(), IntegerFormat(bits, 0 if bits == 8 else 128))
             assert torch.equal(unpack_integers(stored[f"{name}_packed"], bits, dense[name].shape[1]), expected.integers)
             assert torch.equal(stored[f"{name}_scale"].bfloat16(), expected.scales)
             assert stored[f"{name}_scale"].dtype is dtype

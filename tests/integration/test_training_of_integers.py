@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedModel
 
 import sparsellm
-from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import blocks_of
 from sparsellm.runs.recipe import SCOPE_STEPS
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Scales
 from tests.integration.test_bit_allocation import packed_bits
 
 COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
@@ -82,7 +83,7 @@ def test_integers_are_trained_on_their_mask(family: str, bits: int, tmp_path: Pa
     before, after = weights_of(plain.model), weights_of(trained.model)
     scales = {name: scales for block in trained.report.blocks for name, scales in block.scales.items()}
     for layer in trained.report.layers:
-        found = Scales(scales[layer.name], layer.bits or 0, layer.group_size or 0).quantized(after[layer.name])
+        found = Scales(scales[layer.name], IntegerFormat(layer.bits or 0, layer.group_size or 0)).quantized(after[layer.name])
         assert found is not None, layer.name
         assert layer.bits == bits
         assert layer.zeros == (after[layer.name] == 0).sum() > 0, layer.name

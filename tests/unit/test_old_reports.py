@@ -56,8 +56,8 @@ def test_what_is_read_is_written_again(name: str) -> None:
     content = json.loads((REPORTS / f"{name}.json").read_text(encoding="utf-8"))
     again = json.loads(sparsellm.load_report(REPORTS / f"{name}.json").to_json())
     for fields in (content["recipe"], content.get("pruned", {}).get("recipe", {})):
-        for name in {*fields} & {*REMOVED}:
-            del fields[name]
+        for removed in {*fields} & {*REMOVED}:
+            del fields[removed]
     assert again == content
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsellm.data.json_files import build_mapping
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, first_line
+from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
 
 METHOD = "sparsellm"
 """`quant_method` of a packed checkpoint's configuration, and the metadata of a weight file that list packed tensors."""
@@ -25,18 +26,12 @@ METHOD = "sparsellm"
 VERSION = 1
 """Version of the format."""
 
-QUANTIZED_BITS, GROUP_UNIT = (None, 3, 4, 8), 64
-"""Bits of an integer of a tensor, None if it is not quantized; and the columns of which a group is a multiple."""
-
-GROUP_SIZES = range(0, 2**31, GROUP_UNIT)
-"""Columns that a group may have, as in `sparsellm.solvers.quantization`, which this folder may not import."""
-
 NUMBERS_A_BYTE = 64
 """Most numbers of a packed tensor for each of its stored bytes: a byte of the mask has the bits of eight numbers, and takes at
 least one bit when it is compressed by Huffman codes."""
 
 WIDENED_A_BYTE, WIDENED = 8, 2**25
-"""Columns that decoding may add to the rows of a packed tensor, which then are whole groups of `GROUP_UNIT`: for each of its
+"""Columns that decoding may add to the rows of a packed tensor, which then are whole groups of `MASK_WORD`: for each of its
 bytes, and in all. Half a million rows of one number pass, and more where they are not almost all removed."""
 
 STORED_KINDS = {
@@ -76,10 +71,15 @@ class PackedEntry:
     transposed: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, bits: int | None = None, group_size: int = 0, *, transposed: bool = False) -> PackedEntry:
+    def of(cls, tensor: Tensor, format: IntegerFormat | None = None, *, transposed: bool = False) -> PackedEntry:
         """Describe a tensor."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(tuple(tensor.shape), dtype, _sha256(tensor), bits, group_size, transposed)
+        dtype, integers = str(tensor.dtype).removeprefix("torch."), {} if format is None else vars(format)
+        return cls(tuple(tensor.shape), dtype, _sha256(tensor), **integers, transposed=transposed)
+
+    @property
+    def integers(self) -> IntegerFormat | None:
+        """The format of the integers of a quantized tensor; None of one that is not."""
+        return IntegerFormat.of(self)
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class PackedEntry:
 def can_hold(size: int, matrix: tuple[int, int]) -> bool:
     """Return whether so many bytes can be those of a packed matrix of a shape. What decoding takes is in proportion to them."""
     rows, columns = matrix
-    widened = rows * (-columns % GROUP_UNIT)
+    widened = rows * (-columns % MASK_WORD)
     return rows * columns <= NUMBERS_A_BYTE * size and widened <= WIDENED_A_BYTE * size + WIDENED
 
 
@@ -155,7 +155,7 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({first_line(error)}).") from None
     for key, entry in entries.items():
-        if entry.bits not in QUANTIZED_BITS or entry.group_size not in GROUP_SIZES:
+        if entry.bits not in (None, *WIDTHS) or entry.group_size not in GROUP_SIZES:
             raise BadCheckpoint(f"{file.name} is damaged: {key[:80]} has {entry.bits} bits in groups of {entry.group_size}.")
         if len(entry.shape) < 2 or min(entry.shape) < 1 or entry.dtype not in ("float32", "float16", "bfloat16"):
             raise BadCheckpoint(

@@ -25,6 +25,7 @@ from sparsellm.runs.report import Report, When
 from sparsellm.runs.results import Point
 from sparsellm.runs.training_outcome import describe_losses
 from sparsellm.runtime.memory import human_bytes
+from sparsellm.solvers.integers import integer_name
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
 
@@ -214,7 +215,7 @@ def _integers(layer: LayerZeros) -> list[str]:
     if layer.bits is None:
         return ["-", "-", "-"]
     group = f"{layer.group_size} columns" if layer.group_size else "row"
-    return [f"int{layer.bits}", group, f"{layer.bits_per_weight:.3f}"]
+    return [integer_name(layer.bits), group, f"{layer.bits_per_weight:.3f}"]
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

@@ -19,6 +19,7 @@ from sparsellm.cli.console import in_options
 from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.runs.recipe_fields import PANELS, RecipeFields, RecoveryFields, RunFields
 from sparsellm.runs.removed import replacement
+from sparsellm.solvers.integers import BITS_OF
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
@@ -287,7 +288,7 @@ Archive = Annotated[
 _VALUES = "Round the layers of the blocks to integers with scales, dense layers too."
 _GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64; 0: rows."
 _GROUP_DEFAULT = "about 128 kept weights, rows for int8"
-PackedValues = Annotated[str | None, typer.Option("--values", metavar="int8|int4|int3", help=_VALUES, show_default="none")]
+PackedValues = Annotated[str | None, typer.Option("--values", metavar="|".join(BITS_OF), help=_VALUES, show_default="none")]
 GroupSize = Annotated[int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default=_GROUP_DEFAULT)]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
 PositiveZeros = Annotated[

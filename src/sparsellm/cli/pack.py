@@ -141,15 +141,13 @@ def export(
     with report_errors(context):
         _check(model, output, overwrite)
 
-        from dataclasses import asdict
-
         from sparsellm.runs.compressed_export import export as export_model
         from sparsellm.runtime.memory import human_bytes
 
         with displayed(f"exporting {model}", context, "quiet" if quiet else "auto") as observe:
             result = export_model(model, output, values=values, overwrite=overwrite, observe=observe)
         if as_json:
-            print_json(asdict(result))
+            print_json(result.to_dict())
         else:
             size = f"{human_bytes(result.exported_bytes)} from {human_bytes(result.dense_bytes)}"
             forms = " and ".join(str(scheme) for scheme in result.schemes)

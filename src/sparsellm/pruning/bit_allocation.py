@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import LayerResult, Plan
 from sparsellm.models.blocks import Block
-from sparsellm.pruning.error_curves import DENSITIES, WIDTHS, ErrorCurve
+from sparsellm.pruning.error_curves import DENSITIES, ErrorCurve
+from sparsellm.solvers.integers import WIDTHS, IntegerFormat
 from sparsellm.solvers.patterns import Unstructured
-from sparsellm.solvers.quantization import bits_per_weight, default_group_size
 
 FINE = np.concatenate([np.geomspace(DENSITIES[0], 0.99, 200), [1.0]])
 """Densities among which a layer's is chosen, before the total is made exact."""
@@ -44,20 +44,18 @@ class LayerFormat:
     Attributes:
         shape: (out, in).
         kept: Number of weights that are kept.
-        bits: Bits of a value.
-        group_size: Columns that share a scale; 0 for whole rows.
+        format: The format of its integers.
     """
 
     shape: tuple[int, int]
     kept: int
-    bits: int
-    group_size: int
+    format: IntegerFormat
 
     @classmethod
     def of(cls, shape: tuple[int, int], bits: int, density: float) -> LayerFormat:
         """The format with the default group size, of all weights where fewer of them with a mask would take more."""
         size = math.prod(shape)
-        return cls(shape, size, bits, default_group_size(bits, density)).with_kept(math.floor(density * size))
+        return cls(shape, size, IntegerFormat.default(bits, density)).with_kept(math.floor(density * size))
 
     def with_kept(self, kept: int) -> LayerFormat:
         """The same format with so many kept weights, or all where these do not take more."""
@@ -76,7 +74,7 @@ class LayerFormat:
         Kept weights that round to 0 are not stored, and the mask of weights that are removed side by side takes less.
         """
         size = math.prod(self.shape)
-        return size * bits_per_weight(self.kept / size, self.bits, self.group_size, self.shape[1]) + PADDING_BITS
+        return size * self.format.bits_per_weight(self.kept / size, self.shape[1]) + PADDING_BITS
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +225,7 @@ def _keep_more(formats: list[LayerFormat], total: float) -> list[LayerFormat]:
     rest = total - sum(layer.stored_bits for layer in formats)
     for number, layer in enumerate(formats):
         if layer.kept < math.prod(layer.shape):
-            more = math.floor(max(rest, 0.0) / (layer.bits + 4))  # a kept weight adds at most four bits to the mask
+            more = math.floor(max(rest, 0.0) / (layer.format.bits + 4))  # a kept weight adds at most four bits to the mask
             formats[number] = layer.with_kept(layer.kept + more)
             rest -= formats[number].stored_bits - layer.stored_bits
     return formats

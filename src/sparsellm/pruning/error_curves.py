@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,10 +24,11 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.fast_admm import FastADMM
+from sparsellm.solvers.integers import WIDTHS, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import DAMPING, Bits, default_group_size, gptq, round_to_nearest
+from sparsellm.solvers.quantization import DAMPING, gptq, round_to_nearest
 from sparsellm.solvers.statistics import Gram, TokenCount
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ TOKENS = 16384
 
 ROWS = 64
 """Rows of each layer on which errors are measured."""
-
-WIDTHS: tuple[Bits, ...] = get_args(Bits)
-"""Bits of a value, in increasing order."""
 
 DESCENT = 0.75
 """Error of `round_compensated` relative to that of `gptq`, which is measured since it takes a seventh of the time: 0.71 to 0.79
@@ -102,13 +100,13 @@ def _measure_layer(block: Block, name: str, statistics: TokenCount, factors: Fis
     return _sums(devices.to_python(pruning), measured)
 
 
-def _rounding_error(problem: LayerProblem, pruned: Tensor, mask: Tensor, bits: Bits) -> Tensor:
+def _rounding_error(problem: LayerProblem, pruned: Tensor, mask: Tensor, bits: int) -> Tensor:
     """Error of rounding the kept weights, (): the smaller one of two fast ways, and less for the longer way of the run."""
-    group_size, gram = default_group_size(bits, float(mask.float().mean())), problem.gram
-    nearest = round_to_nearest(pruned, bits, group_size, mask=mask, importance=gram.diagonal())
+    format, gram = IntegerFormat.default(bits, float(mask.float().mean())), problem.gram
+    nearest = round_to_nearest(pruned, format, mask=mask, importance=gram.diagonal())
     error = problem.energy(nearest.to_dense() - pruned, gram)
     if bits != WIDTHS[-1]:  # whose error is so small that it never decides
-        passed_on = gptq(pruned, add_diagonal(gram, DAMPING), bits, group_size, mask=mask)
+        passed_on = gptq(pruned, add_diagonal(gram, DAMPING), format, mask=mask)
         error = torch.minimum(error, problem.energy(passed_on.to_dense() - pruned, gram))
     return DESCENT * error
 

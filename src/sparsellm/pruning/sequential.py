@@ -117,7 +117,7 @@ def _prune_block(
             weight = weights[step.name].weight
             step = replace(step, zeros_before=zeros_before[step.name])
             if values is not None:
-                step = replace(step, **vars(values.of(step.name)), bits_per_weight=values.of(step.name).bits_per_weight(weight))
+                step = replace(step, **values.fields_of(step.name, weight))
             if step.name in dense:
                 removed = weight == 0
                 step = replace(step, predicted_kl=factors[step.name].removal_cost(dense.pop(step.name), removed))

@@ -11,13 +11,13 @@ from torch import Tensor
 from sparsellm.activations.walk import Activations
 from sparsellm.data.padding import unpadded_batches
 from sparsellm.methods import TrainingResult
-from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import compute_dtype_context, require_grad_only
 from sparsellm.recovery.masked_training import MaskedAdam, TrainingStore
 from sparsellm.recovery.quantized_training import rounded_layers, store_scales
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import eigh
+from sparsellm.solvers.quantization import Scales
 
 TOKENS_A_STEP = 4096
 """Approximate number of tokens per gradient step of a block."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sparsellm.data.padding import unpadded_batches
 from sparsellm.methods import Plan, TrainingResult, planned_layers
-from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import (
     compute_dtype_context,
@@ -31,6 +30,7 @@ from sparsellm.recovery.quantized_training import RoundedLayer, rounded_layers, 
 from sparsellm.recovery.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
 from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
+from sparsellm.solvers.quantization import Scales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

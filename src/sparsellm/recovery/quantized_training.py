@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sparsellm.errors import BadCheckpoint, NonFinite
-from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.trained_weights import TRAINING_WIDTH, MaskedParameters
-from sparsellm.solvers.quantization import Quantized, expand_groups, integer_range
+from sparsellm.solvers.quantization import Quantized, Scales, expand_groups
 
 LEAST = 1 / 16
 """Smallest fraction of its first value that a scale may fall to: it keeps its sign, and integers stay readable."""
@@ -76,7 +75,7 @@ def rounded_layers(block: Block, scales: Mapping[str, Scales], trained: Collecti
             continue
         weight = layer.weight.detach().to(block.dtypes[block.parameter(name)])
         found = scales[full_name]
-        quantized = Scales(found.scales.to(weight.device, copy=True), found.bits, found.group_size).quantized(weight)
+        quantized = Scales(found.scales.to(weight.device, copy=True), found.format).quantized(weight)
         if quantized is None:
             raise BadCheckpoint(f"{full_name} is not its scales times integers. Get a sound copy of the checkpoint.")
         yield RoundedLayer(block, name, quantized)
@@ -128,7 +127,7 @@ class QuantizedParameters:
 
     def _gradients(self, layer: RoundedLayer, gradient: Tensor) -> list[Tensor | None]:
         """The gradients for t, (out, groups), and V, (out, in), of a layer, from that for the parameter that holds it."""
-        integers, group_size = layer.quantized.integers, layer.quantized.group_size
+        integers, group_size = layer.quantized.integers, layer.quantized.format.group_size
         local = layer.block.linear_view(layer.name, gradient)
         columns = local.shape[1]
         size = min(group_size or columns, columns)
@@ -152,7 +151,7 @@ class QuantizedParameters:
 def nearest_kept(values: Tensor, present: Quantized) -> Tensor:
     """The integers that are nearest to values, (out, in); they are 0 where the present ones are, and only there."""
     keep = present.integers != 0
-    integers = values.round().clamp(*integer_range(present.bits, float(keep.float().mean())))
+    integers = values.round().clamp(*present.format.limits(float(keep.float().mean())))
     smallest = torch.where(values < 0, -1.0, 1.0)
     return torch.where(integers == 0, smallest, integers).masked_fill_(~keep, 0)
 
@@ -168,6 +167,6 @@ def store_scales(scales: Mapping[str, Scales], layers: Sequence[RoundedLayer]) -
         stored.scales.copy_(layer.quantized.scales)
         dtype = layer.block.dtypes[layer.block.parameter(layer.name)]
         weight = layer.block.layer(layer.name).weight.detach().to(dtype)
-        read = Scales(layer.quantized.scales, stored.bits, stored.group_size).quantized(weight)
+        read = Scales(layer.quantized.scales, stored.format).quantized(weight)
         if read is None or not torch.equal(read.integers, layer.quantized.integers):
             raise NonFinite(f"The scales of {layer.full_name} became too small for {dtype}. Prune the model in bfloat16.")

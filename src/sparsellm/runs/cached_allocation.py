@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsellm.activations.fisher import FisherFactors, weight_costs
 from sparsellm.methods import BlockResult, Plan
-from sparsellm.methods.rounding import IntegerValues, LayerValues
+from sparsellm.methods.rounding import Rounding
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.allocation import allocate
@@ -19,7 +19,9 @@ from sparsellm.pruning.bit_allocation import BitBudget, shapes_of, stored_togeth
 from sparsellm.pruning.error_curves import ErrorCurve, measure_errors
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs.recipe import Recipe
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import Unstructured
+from sparsellm.solvers.quantization import packed_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +37,15 @@ class Allocated:
     plan: Plan
     factors: Mapping[str, FisherFactors]
     budget: BitBudget | None = None
-    _values: dict[str, IntegerValues] = field(default_factory=dict, init=False)
+    _formats: dict[str, IntegerFormat] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._update()
 
     @property
-    def values(self) -> LayerValues | None:
+    def values(self) -> Rounding | None:
         """Each layer's own integers where bits are shared out, else None."""
-        return LayerValues(self._values) if self.budget else None
+        return Rounding(by_layer=self._formats) if self.budget else None
 
     def spend(self, result: BlockResult, block: Block) -> None:
         """Share what a finished block leaves of the bits among the blocks that follow: the plan and the values change.
@@ -55,7 +57,7 @@ class Allocated:
             self.budget.spend(
                 layer
                 if layer.bits_per_weight is not None
-                else replace(layer, bits_per_weight=self._values[layer.name].bits_per_weight(weights[layer.name]))
+                else replace(layer, bits_per_weight=packed_bits(weights[layer.name], self._formats[layer.name]))
                 for layer in result.layers
             )
             self._update()
@@ -63,7 +65,7 @@ class Allocated:
     def _update(self) -> None:
         """Write the formats of the budget into the plan and the values, which the method reads block by block."""
         for name, layer in self.budget.formats.items() if self.budget else ():
-            self.plan[name], self._values[name] = layer.pattern, IntegerValues(layer.bits, layer.group_size)
+            self.plan[name], self._formats[name] = layer.pattern, layer.format
 
 
 def cached_allocation(

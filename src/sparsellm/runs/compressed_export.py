@@ -7,57 +7,34 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.comparison import layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, write_config
-from sparsellm.checkpoints.exported_files import FORMAT, METHOD, decoded, pack_integers, unpack_integers
+from sparsellm.checkpoints.exported_files import BITS, FORMAT, METHOD, decoded, pack_integers, unpack_integers
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import FileWriter
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.methods.rounding import Scales
 from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.export import claimed
-from sparsellm.runs.exported import MAX_GROUP, rounded_to_export
+from sparsellm.runs.exported import MAX_GROUP, export_format
 from sparsellm.runs.output_folder import CARD, SCALES_FILE
 from sparsellm.runs.packed_documents import Source, copy_files, read_checked
-from sparsellm.runs.quantization_file import read_scales
+from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.quantization import Quantized, expand_groups
-
-Values = Literal["int4", "int8"]
+from sparsellm.solvers.integers import BITS_OF, IntegerFormat
+from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest
 
 NOTE = """The weights of the pruned layers are integers of a few bits with a scale for each group of columns, in the format of
 compressed-tensors. Removed weights are stored as integers that are 0: they save no bytes.
 """
 """Paragraph of the model card."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How the layers of a group are stored. Fields as in compressed-tensors.
-
-    Attributes:
-        num_bits: Bits of an integer, 4 or 8.
-        group_size: Columns that share a scale; 0 for whole rows.
-    """
-
-    num_bits: int
-    group_size: int
-
-    def __str__(self) -> str:
-        return f"int{self.num_bits} in {f'groups of {self.group_size} columns' if self.group_size else 'whole rows'}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `weights` of an entry of `config_groups`."""
-        group = {"strategy": "group", "group_size": self.group_size} if self.group_size else {"strategy": "channel"}
-        return {"num_bits": self.num_bits, "type": "int", "symmetric": True, "dynamic": False, **group}
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +46,7 @@ class Exported(Summarized):
         dense_bytes: Bytes of the model's weight files.
         exported_bytes: Bytes of the exported weight files.
         zeros: Number of the zeros among the integers, which take as much as others.
-        schemes: Each combination of bits and group size.
+        schemes: Each format of a layer.
     """
 
     output: str
@@ -77,13 +54,18 @@ class Exported(Summarized):
     dense_bytes: int
     exported_bytes: int
     zeros: int
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[IntegerFormat, ...]
 
     def summary(self) -> dict[str, str]:
         """The folder and the sizes."""
         size = f"{human_bytes(self.exported_bytes)}, from {human_bytes(self.dense_bytes)}"
         layers = f"{self.layers:,} with integer weights, {self.zeros:,} of these zero, which saves no bytes"
         return {"output": PurePath(self.output).name, "size": size, "layers": layers}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the fields of schemes as in compressed-tensors."""
+        schemes = [{"num_bits": scheme.bits, "group_size": scheme.group_size} for scheme in self.schemes]
+        return vars(self) | {"schemes": schemes}
 
 
 def export(
@@ -129,7 +111,7 @@ def export(
         """The integers and scales of a layer."""
         if key in scales:
             return _exact(source.name, key, weight, scales[key])
-        return rounded_to_export(weight, schemes[key].num_bits)
+        return round_to_nearest(weight, export_format(schemes[key].bits))
 
     def convert(file: Path, writer: FileWriter) -> None:
         """Write the tensors of a file, those of the layers as integers."""
@@ -142,7 +124,7 @@ def export(
     def size(file: Path) -> int:
         """About how many bytes are written for a file: of a layer the integers, without the scales."""
         tensors = read_headers(file).items()
-        return sum(math.prod(x.shape) * schemes[key].num_bits // 8 if key in layers else x.nbytes for key, x in tensors)
+        return sum(math.prod(x.shape) * schemes[key].bits // 8 if key in layers else x.nbytes for key, x in tensors)
 
     settings = {"form": "compressed-tensors", "values": values}
     with claimed(output, overwrite, source.folder) as path:
@@ -167,11 +149,10 @@ def export(
 
 def _check_values(source: Source, scales: Mapping[str, Scales], values: str | None) -> None:
     """Raise InvalidSetting if `values` is missing, unknown, or given for a model that is rounded already."""
-    if values is not None and values not in get_args(Values):
+    if values is not None and BITS_OF.get(values) not in BITS:
         raise InvalidSetting(f"`values` must be int4 or int8 in an export, got {values!r}.")
-    if scales and values is not None:
-        bits = max(entry.bits for entry in scales.values())
-        raise InvalidSetting(f"{source.name} has been rounded to int{bits} already. Leave out `values`.")
+    if values is not None:
+        check_unrounded(source.name, scales)
     if not scales and values is None:
         raise InvalidSetting(f"{source.name} was not pruned with `values`. Pass `values`, int4 or int8, to round its weights.")
 
@@ -203,23 +184,19 @@ def _linear_layers(source: Source, scales: Mapping[str, Scales]) -> tuple[dict[s
     return {key: linear[name] for key, name in chosen.items()}, sorted(linear[x] for x in linear.keys() - set(chosen.values()))
 
 
-def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], values: str | None) -> dict[str, Scheme]:
+def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], values: str | None) -> dict[str, IntegerFormat]:
     """The scheme of each layer by the stored name of its weight; the same for those that vLLM may fuse."""
-    fused: dict[tuple[str, int], list[Scheme]] = {}
+    fused: dict[tuple[str, int], list[IntegerFormat]] = {}
     keys = {name: (name.removesuffix(".weight").rpartition(".")[0], shape[1]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        if name in scales:
-            bits, size = max(scales[name].bits, 4), scales[name].group_size
-            whole = scales[name].scales.shape[1] == 1
-        else:
-            bits, size, whole = (8, 0, True) if values == "int8" else (4, MAX_GROUP, shape[1] <= MAX_GROUP)
-        group = 0 if whole else math.gcd(size, shape[1], MAX_GROUP)
-        fused.setdefault(keys[name], []).append(Scheme(bits, group))
+        found = scales[name].format if name in scales else export_format(BITS_OF[values or ""])
+        group = 0 if found.groups(shape[1]) == 1 else math.gcd(found.group_size, shape[1], MAX_GROUP)
+        fused.setdefault(keys[name], []).append(IntegerFormat(max(found.bits, *BITS[:1]), group))
     common = {}
-    for (parent, columns), found in fused.items():
-        sizes = {scheme.group_size for scheme in found}
+    for (parent, columns), together in fused.items():
+        sizes = {scheme.group_size for scheme in together}
         group = 0 if sizes == {0} else math.gcd(*sizes, columns, MAX_GROUP)
-        common[parent, columns] = Scheme(max(scheme.num_bits for scheme in found), group)
+        common[parent, columns] = IntegerFormat(max(scheme.bits for scheme in together), group)
     return {name: common[keys[name]] for name in shapes}
 
 
@@ -231,38 +208,39 @@ def _exact(model: str, key: str, weight: Tensor, scales: Scales) -> Quantized:
     return quantized
 
 
-def _stored(key: str, quantized: Quantized, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:
+def _stored(key: str, quantized: Quantized, scheme: IntegerFormat, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a layer under their names. Raises UnsupportedModel for scales that the dtype cannot hold."""
     rows, columns = quantized.integers.shape
-    scales = expand_groups(quantized.scales, quantized.group_size, columns)[:, :: scheme.group_size or columns].contiguous()
+    expanded = expand_groups(quantized.scales, quantized.format.group_size, columns)
+    scales = expanded[:, :: scheme.group_size or columns].contiguous()
     if not torch.equal(scales.to(dtype).float(), scales.float()):
         raise UnsupportedModel(f"The scales of {key} are too small for {dtype}. Convert the model to bfloat16, and prune it.")
     return {
-        f"{key}_packed": pack_integers(quantized.integers, scheme.num_bits),
+        f"{key}_packed": pack_integers(quantized.integers, scheme.bits),
         f"{key}_scale": scales.to(dtype),
         f"{key}_shape": torch.tensor([rows, columns]),
     }
 
 
-def _check_written(file: Path, key: str, quantized: Quantized, *, weight: Tensor, scheme: Scheme) -> int:
+def _check_written(file: Path, key: str, quantized: Quantized, *, weight: Tensor, scheme: IntegerFormat) -> int:
     """Read a layer back, compare it with what it was made from, and count its zeros. Raises VerificationFailed."""
     packed, scale, shape = (read_stored(TensorLocation(file, f"{key}_{part}")) for part in ("packed", "scale", "shape"))
-    integers = unpack_integers(packed, scheme.num_bits, weight.shape[1])
+    integers = unpack_integers(packed, scheme.bits, weight.shape[1])
     dense = decoded(integers, scale)
     if shape.tolist() != list(weight.shape) or not torch.equal(dense, quantized.to_dense().to(weight.dtype)):
         raise VerificationFailed(f"{key} differs from the model's after writing. Check memory and disk.", (key,))
     return int((integers == 0).sum())
 
 
-def _quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
+def _quantization_config(schemes: Mapping[str, IntegerFormat], ignored: Iterable[str]) -> dict[str, Any]:
     """The `quantization_config` of config.json: a group of layers for each scheme."""
-    targets: dict[Scheme, list[str]] = {}
+    targets: dict[IntegerFormat, list[str]] = {}
     for path, scheme in schemes.items():
         targets.setdefault(scheme, []).append(path)
     groups = {
         f"group_{number}": {
             "targets": ["Linear"] if len(targets) == 1 else paths,
-            "weights": scheme.to_dict(),
+            "weights": _weights(scheme),
             "input_activations": None,
             "output_activations": None,
         }
@@ -275,6 +253,13 @@ def _quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) 
         "config_groups": groups,
         "ignore": list(ignored),
     }
+
+
+def _weights(scheme: IntegerFormat) -> dict[str, Any]:
+    """The `weights` of an entry of `config_groups`."""
+    size = scheme.group_size
+    group = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+    return {"num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, **group}
 
 
 def _write_card(file: Path, text: str) -> None:

@@ -23,7 +23,6 @@ from sparsellm.checkpoints.tensor_index import read_stored
 from sparsellm.data.json_files import strict_json
 from sparsellm.errors import OutputExists, written_to
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.runs.estimates import free_disk
 from sparsellm.runs.events import EventLog
 from sparsellm.runs.output_folder import ANEW, CARD, LOG, REPORT, WORK, check_writable, files_outside_work
@@ -35,6 +34,7 @@ from sparsellm.runs.report import Report
 from sparsellm.runs.verification import check_written, proven
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
+from sparsellm.solvers.integers import IntegerFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -122,8 +122,8 @@ class Result(Summarized):
     def _save_scales(self, work: Path) -> None:
         """Write the scales of rounded layers."""
         scales = {name: x for block in self.report.blocks for name, x in block.scales.items()}
-        values = {x.name: IntegerValues(x.bits, x.group_size or 0) for x in self.report.layers if x.bits is not None}
-        if scales and (left_out := save_scales(work, self.model, scales, values)):
+        formats = {x.name: format for x in self.report.layers if (format := IntegerFormat.of(x))}
+        if scales and (left_out := save_scales(work, self.model, scales, formats)):
             self.report.notes.append(
                 f"{len(left_out)} rounded weights are packed without their integers, {left_out[0]} first: "
                 "they share a tensor with other weights, or are stored in pieces"

@@ -13,15 +13,16 @@ from sparsellm.checkpoints.tensor_index import locations_of
 from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.outputs import Output, read_output
 from sparsellm.runs.quantization_file import quantized_tensors
-from sparsellm.solvers.quantization import Quantized, round_to_nearest
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import round_to_nearest
 
 MAX_GROUP = 128
 """Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""
 
 
-def rounded_to_export(weight: torch.Tensor, bits: int) -> Quantized:
-    """Round a weight, (out, in), that has no scales: to int8 by rows, to int4 by groups of `MAX_GROUP` columns."""
-    return round_to_nearest(weight, bits, 0 if bits == 8 else MAX_GROUP)
+def export_format(bits: int) -> IntegerFormat:
+    """The format that a weight without scales is rounded to: int8 by rows, int4 by groups of `MAX_GROUP` columns."""
+    return IntegerFormat(bits, 0 if bits == 8 else MAX_GROUP)
 
 
 def exported_weights(tensors: Tensors) -> dict[str, ExportedEntry]:
@@ -75,4 +76,4 @@ def export_differences(tensors: Tensors, model: Tensors, name: str) -> tuple[lis
 
 def _rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """A weight rounded as `export` rounds it, in its dtype."""
-    return rounded_to_export(weight, bits).to_dense().to(weight.dtype)
+    return round_to_nearest(weight, export_format(bits)).to_dense().to(weight.dtype)

@@ -16,14 +16,15 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import StoredPattern
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.runs.loading import open_source
 from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.quantization_file import quantized_tensors
 from sparsellm.runs.report import load_report
 from sparsellm.runs.stored_layers import stored_layers
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.quantization import format_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,7 +175,7 @@ def inspect(
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []
-    values = quantized_tensors(tensors.files)
+    formats = quantized_tensors(tensors.files)
     parameters = zeros = 0
     counted: set[str] = set()
     for key, tensor in tensors:
@@ -184,7 +185,7 @@ def inspect(
         parameters += tensor.numel()
         zeros += count_zeros(tensor)
         for name, view in layers_of.get(key, ()):
-            layers.append(_layer_zeros(name, view(tensor), required.get(name), values=values.get(key)))
+            layers.append(_layer_zeros(name, view(tensor), required.get(name), format=formats.get(key)))
     checked = [layer for layer in layers if layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes, other = Comparison(), None
@@ -248,12 +249,11 @@ def _packed_sizes(folder: Path | None) -> str:
     return packing.describe() if packing else ""
 
 
-def _layer_zeros(name: str, weight: Tensor, pattern: Pattern | None, *, values: IntegerValues | None) -> LayerZeros:
+def _layer_zeros(name: str, weight: Tensor, pattern: Pattern | None, *, format: IntegerFormat | None) -> LayerZeros:
     """Count the zeros of a layer and the bits of its integers, if any, and check the pattern that is required of it, if any."""
     holds = None if pattern is None else pattern.holds(weight)
-    integers = {} if values is None else {**vars(values), "bits_per_weight": values.bits_per_weight(weight)}
     shape = weight.shape[0], weight.shape[1]
-    return LayerZeros(name, shape, count_zeros(weight), pattern, holds, **integers)
+    return LayerZeros(name, shape, count_zeros(weight), pattern, holds, **format_fields(weight, format))
 
 
 def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:

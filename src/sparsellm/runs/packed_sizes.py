@@ -10,6 +10,7 @@ from sparsellm.errors import printable
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
+from sparsellm.solvers.integers import integer_name
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Packed(Summarized):
     def description(self) -> str:
         """The form, and the integers of the quantized matrices, if there are any."""
         kinds = sorted({matrix.value_bits for matrix in self.packed if matrix.value_bits is not None})
-        return f"{self.form} form" + (f", {' and '.join(f'int{bits}' for bits in kinds)} values" if kinds else "")
+        return f"{self.form} form" + (f", {' and '.join(map(integer_name, kinds))} values" if kinds else "")
 
     @property
     def packed(self) -> list[MatrixSize]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -16,50 +16,52 @@ from sparsellm.runs.loading import open_source
 from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runs.packed_documents import Source
 from sparsellm.runs.quantization_file import check_unrounded, read_scales
-from sparsellm.solvers.quantization import check_format, default_group_size, round_to_nearest
-from sparsellm.sparse.quantization import QuantizedBitmask, exact_form
-
-VALUES = {"int8": 8, "int4": 4, "int3": 3}
-"""Bits of an integer, by the name of what is stored."""
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized, Scales, round_to_nearest
+from sparsellm.sparse.quantization import QuantizedBitmask
 
 
 @dataclass(frozen=True)
-class Values:
-    """How a weight is packed as integers.
+class NearestIntegers:
+    """How a weight is rounded as it is packed.
 
     Attributes:
-        bits: Bits of an integer.
+        name: The name of the integers, such as "int4".
         group_size: Columns that share a scale, 0 for whole rows; None to choose by the fraction of kept weights.
-        transposed: Whether the weight is (in, out).
-        scales: Those of a weight that is quantized already; None for one that is rounded.
+        transposed: Whether the weight is stored as (in, out).
     """
 
-    bits: int
+    name: str
     group_size: int | None
-    transposed: bool
-    scales: Tensor | None = None
+    transposed: bool = False
 
-    def quantize(self, name: str, tensor: Tensor) -> tuple[QuantizedBitmask, PackedEntry]:
-        """Return the matrix of a tensor, and what is stored of it besides; raise BadCheckpoint if its scales do not fit."""
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        density = float((tensor != 0).float().mean())
-        size = default_group_size(self.bits, density) if self.group_size is None else self.group_size
-        entry = PackedEntry(shape, dtype, "", self.bits, size, self.transposed)
-        weight = entry.matrix_of(tensor)
-        if self.scales is None:
-            rounded = round_to_nearest(weight, self.bits, size, mask=weight != 0)
-            # A kept weight that is rounded to 0 is removed: with an integer it would be the same number in more bits.
-            keep, form = rounded.integers != 0, {"bits": self.bits, "group_size": size}
-            return QuantizedBitmask.from_integers(rounded.integers, rounded.scales, keep=keep, **form), entry
-        exact = None
-        if len(self.scales) == len(weight):
-            exact = exact_form(weight, self.scales, bits=self.bits, group_size=size)
-        if exact is None:
-            raise BadCheckpoint(
-                f"{name} is not what {SCALES_FILE} says, its scales times integers: it was changed since. "
-                f"Remove {SCALES_FILE} to pack the weights as they are."
-            )
-        return exact, entry
+    def quantized(self, weight: Tensor) -> Quantized:
+        """Round the kept weights of (out, in)."""
+        keep = weight != 0
+        return round_to_nearest(weight, format_of(self, float(keep.float().mean())), mask=keep)
+
+
+Values = NearestIntegers | Scales
+"""How a weight is packed as integers: rounded, or with the scales of a weight that is quantized already."""
+
+
+def format_of(values: Values, density: float) -> IntegerFormat:
+    """The format that a weight with a fraction of kept weights is packed in."""
+    return values.format if isinstance(values, Scales) else IntegerFormat.parse(values.name, values.group_size, density)
+
+
+def quantize(name: str, tensor: Tensor, values: Values) -> tuple[QuantizedBitmask, PackedEntry]:
+    """Return the matrix of a tensor, and what is stored of it besides; raise BadCheckpoint if its scales do not fit."""
+    entry = PackedEntry(tuple(tensor.shape), dtype_name(tensor.dtype), "", transposed=values.transposed)
+    quantized = values.quantized(entry.matrix_of(tensor))
+    if quantized is None:
+        raise BadCheckpoint(
+            f"{name} is not what {SCALES_FILE} says, its scales times integers: it was changed since. "
+            f"Remove {SCALES_FILE} to pack the weights as they are."
+        )
+    # A kept weight that is rounded to 0 is removed: with an integer it would be the same number in more bits.
+    matrix = QuantizedBitmask.from_quantized(quantized, quantized.integers != 0)
+    return matrix, replace(entry, **vars(quantized.format))
 
 
 def values_of(source: Source, values: str | None, group_size: int | None) -> dict[str, Values]:
@@ -79,12 +81,10 @@ def values_of(source: Source, values: str | None, group_size: int | None) -> dic
     if values is None:
         if group_size is not None:
             raise InvalidSetting("`group_size` goes with `values`. Name the integers, as in `values='int4'`, or leave it out.")
-        return {name: Values(x.bits, x.group_size, x.transposed, x.scales) for name, x in scales.items()}
-    if values not in VALUES:
-        raise InvalidSetting(f"`values` got {values!r}; it must be {', '.join(VALUES)}.")
-    check_format(VALUES[values], group_size or 0)
+        return dict(scales)
+    IntegerFormat.parse(values, group_size, density=1)  # which checks them
     check_unrounded(source.name, scales)
-    return {name: Values(VALUES[values], group_size, transposed) for name, transposed in _layer_weights(source).items()}
+    return {name: NearestIntegers(values, group_size, transposed) for name, transposed in _layer_weights(source).items()}
 
 
 def check_plain(source: Source) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from sparsellm.runs.outputs import read_output
 from sparsellm.runs.packed_card import dense_card, packed_card
 from sparsellm.runs.packed_documents import Source, copy_files, matrix_sizes, read_checked, report_of
 from sparsellm.runs.packed_sizes import Packed, Unpacked
-from sparsellm.runs.packed_values import Values, check_plain, values_of
+from sparsellm.runs.packed_values import NearestIntegers, Values, check_plain, format_of, quantize, values_of
 from sparsellm.runs.quantization_file import stamp, stored_scales, write_scales
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -65,7 +66,7 @@ class _Form:
     def _parts(self, name: str, tensor: Tensor, digest: TensorDigest) -> tuple[dict[str, Tensor], PackedEntry | None]:
         """Return the parts and the entry of a matrix; none if it is not packed."""
         if name in self.values and tensor.numel():
-            return pack_quantized(name, *self.values[name].quantize(name, tensor), self.archive)
+            return pack_quantized(name, *quantize(name, tensor, self.values[name]), self.archive)
         enough = _removed(digest, self.positive_zeros) >= SPARSE * digest.numel
         enough |= self.allow_dense and tensor.shape[0] != self.vocabulary
         if tensor.numel() and (self.archive or enough):
@@ -82,7 +83,9 @@ class _Form:
         if digest.dtype not in PACKABLE or len(digest.shape) < 2:
             return digest.nbytes
         if name in self.values:
-            return estimated_bytes(digest.numel, digest.zeros, digest.dtype, self.values[name].bits)
+            density, columns = 1 - digest.zeros / max(digest.numel, 1), digest.shape[-1 - self.values[name].transposed]
+            bits = format_of(self.values[name], density).bits_per_weight(density, columns) if columns else 0
+            return min(digest.nbytes, math.ceil(digest.numel * bits / 8))
         return estimated_bytes(digest.numel, _removed(digest, self.positive_zeros), digest.dtype)
 
     def convert(self, file: Path, writer: FileWriter) -> None:
@@ -97,7 +100,7 @@ class _Form:
 
     def changed(self) -> set[str]:
         """Return the names of the tensors that may differ from the model's once they are packed."""
-        rounded = {name for name, values in self.values.items() if values.scales is None}
+        rounded = {name for name, values in self.values.items() if isinstance(values, NearestIntegers)}
         zeros = {name for name in self.digests if self.positive_zeros or name in self.values}
         return rounded | {name for name in zeros if self.digests[name].negative_zeros}
 

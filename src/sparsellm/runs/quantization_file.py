@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from sparsellm.checkpoints.packed_files import parts_of
 from sparsellm.checkpoints.tensor_index import Stored, TensorLocation, locations_of, read_stored
 from sparsellm.data.json_files import durable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
-from sparsellm.solvers.quantization import check_format
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Scales
 from sparsellm.sparse.quantized_encoding import decode_scales
 
 _METADATA = "sparsellm"
@@ -45,7 +45,7 @@ def write_scales(folder: Path, scales: Mapping[str, Scales]) -> None:
         folder: Its folder.
         scales: Those of each quantized weight, by the stored name of the weight, such as "model.layers.0.mlp.up_proj.weight".
     """
-    entries = {name: asdict(_Entry(x.bits, x.group_size, x.transposed)) for name, x in sorted(scales.items())}
+    entries = {name: {**vars(x.format), "transposed": x.transposed} for name, x in sorted(scales.items())}
     tensors = {name + _SUFFIX: x.scales.detach().cpu().contiguous() for name, x in sorted(scales.items())}
     # One entry: safetensors writes several in an order that changes from process to process.
     durable(folder / SCALES_FILE, save(tensors, {_METADATA: json.dumps(entries)}))
@@ -78,17 +78,17 @@ def read_scales(folder: Path) -> dict[str, Scales]:
         if tensor.dtype is not torch.bfloat16 or tensor.dim() != 2 or not bool(tensor.isfinite().all()):
             raise _damaged(f"{name[:80]}{_SUFFIX} must have finite bfloat16 numbers in two dimensions")
         try:
-            check_format(entry.bits, entry.group_size)
+            format = IntegerFormat(entry.bits, entry.group_size).checked()
         except InvalidSetting as error:
             raise _damaged(f"{name[:80]}: {error}") from None
-        scales[name] = Scales(tensor, entry.bits, entry.group_size, entry.transposed)
+        scales[name] = Scales(tensor, format, entry.transposed)
     return scales
 
 
 def check_unrounded(name: str, scales: Mapping[str, Scales]) -> None:
     """Raise InvalidSetting if a model, which `values` would round, has scales already."""
     if scales:
-        kinds = ", ".join(sorted({f"int{x.bits}" for x in scales.values()}))
+        kinds = ", ".join(sorted({x.format.name for x in scales.values()}))
         raise InvalidSetting(f"{name} is quantized already, to {kinds}, and `values` would round it again. Leave it out.")
 
 
@@ -97,29 +97,30 @@ def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
     found = {}
     for file in files:
         stored, entries = locate_all(file)
-        for name in (name for name, entry in entries.items() if entry.bits is not None and name in stored):
+        for name, format in ((key, entry.integers) for key, entry in entries.items() if key in stored):
+            if format is None:
+                continue
             names = {part: key for part, key in parts_of(name, stored).items() if "scales" in part}
             parts = {part: read_stored(TensorLocation(file, key)).numpy() for part, key in names.items()}
-            entry = entries[name]
-            scales = decode_scales(parts, entry.matrix, entry.group_size)
-            found[name] = Scales(scales, entry.bits or 0, entry.group_size, entry.transposed)
+            scales = decode_scales(parts, entries[name].matrix, format)
+            found[name] = Scales(scales, format, entries[name].transposed)
     return found
 
 
-def quantized_tensors(tensors: Mapping[str, Stored | Tensor]) -> dict[str, IntegerValues]:
+def quantized_tensors(tensors: Mapping[str, Stored | Tensor]) -> dict[str, IntegerFormat]:
     """Return what a packed file or a side file says that tensors are quantized to, by the names that the argument gives them.
 
     A tensor that is stored in pieces has the format of the first one that is quantized.
     """
-    listed: dict[Path, dict[str, IntegerValues]] = {}
-    found: dict[str, IntegerValues] = {}
+    listed: dict[Path, dict[str, IntegerFormat]] = {}
+    found: dict[str, IntegerFormat] = {}
     for name, stored in tensors.items():
         for location in locations_of(stored):
             if location.file not in listed:
                 entries = locate_all(location.file)[1] if location.file.suffix == ".safetensors" else {}
                 scales = read_scales(location.file.parent)
-                packed = {key: IntegerValues(x.bits, x.group_size) for key, x in entries.items() if x.bits is not None}
-                listed[location.file] = packed | {key: IntegerValues(x.bits, x.group_size) for key, x in scales.items()}
+                packed = {key: x.integers for key, x in entries.items() if x.integers is not None}
+                listed[location.file] = packed | {key: x.format for key, x in scales.items()}
             if location.key in listed[location.file]:
                 found.setdefault(name, listed[location.file][location.key])
     return found

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorLocation
-from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.blocks import Block
 from sparsellm.runs.quantization_file import read_scales, write_scales
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Scales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def save_scales(
-    folder: Path, model: PreTrainedModel, scales: Mapping[str, Tensor], values: Mapping[str, IntegerValues]
+    folder: Path, model: PreTrainedModel, scales: Mapping[str, Tensor], formats: Mapping[str, IntegerFormat]
 ) -> list[str]:
     """Write the side file of a checkpoint that was just written.
 
@@ -28,7 +29,7 @@ def save_scales(
         folder: The folder of the checkpoint.
         model: The pruned model, or a skeleton that gives the names of its parameters.
         scales: By full name of a layer, its scales, (out, groups).
-        values: By full name, what the layer was rounded to.
+        formats: By full name, the format that the layer was rounded to.
 
     Returns:
         Names of parameters whose scales cannot be written, since their layers were not all rounded alike, or are stored in
@@ -38,9 +39,9 @@ def save_scales(
     for parameter, layers in layers_by_parameter(model, scales).items():
         rounded = [(block, name) for block, name in layers if block.full_name(name) in scales]
         location = stored.files.get(parameter)
-        formats = {values[block.full_name(name)] for block, name in rounded}
-        if len(formats) == 1 and len(rounded) == len(layers) and isinstance(location, TensorLocation):
-            written[location.key] = _of_parameter(layers, stored[parameter].shape, scales, formats.pop())
+        found = {formats[block.full_name(name)] for block, name in rounded}
+        if len(found) == 1 and len(rounded) == len(layers) and isinstance(location, TensorLocation):
+            written[location.key] = _of_parameter(layers, stored[parameter].shape, scales, found.pop())
         elif rounded:
             left_out.append(parameter)
     write_scales(folder, written)
@@ -74,12 +75,12 @@ def layer_scales(folder: Path, model: PreTrainedModel, pruned: Collection[str]) 
         scales = stored.pop(location.key)
         for block, name in layers:
             places = _places(block, name, tensors[parameter].shape, transposed=scales.transposed)
-            found[block.full_name(name)] = Scales(scales.scales[places], scales.bits, scales.group_size)
+            found[block.full_name(name)] = Scales(scales.scales[places], scales.format)
     return found, sorted(stored)
 
 
 def _of_parameter(
-    layers: Sequence[tuple[Block, str]], shape: Sequence[int], scales: Mapping[str, Tensor], values: IntegerValues
+    layers: Sequence[tuple[Block, str]], shape: Sequence[int], scales: Mapping[str, Tensor], format: IntegerFormat
 ) -> Scales:
     """The scales of a parameter that consists of these layers, each row's at the place that the row has in the parameter."""
     views = [block.views.get(name) for block, name in layers]
@@ -89,7 +90,7 @@ def _of_parameter(
     joined = torch.zeros(rows, max(groups), dtype=torch.bfloat16)
     for block, name in layers:
         joined[_places(block, name, shape, transposed=transposed)] = scales[block.full_name(name)].cpu()
-    return Scales(joined, values.bits, values.group_size, transposed)
+    return Scales(joined, format, transposed)
 
 
 def _rows(shape: Sequence[int], *, transposed: bool) -> int:

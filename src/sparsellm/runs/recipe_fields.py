@@ -28,6 +28,7 @@ from pydantic import (
 from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.errors import InvalidSetting
 from sparsellm.runs.removed import without_removed
+from sparsellm.solvers.integers import IntegerName
 
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
@@ -226,7 +227,7 @@ class RecipeFields(RunFields):
     blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
     include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = _layers((), "Do not prune such layers, named as for include.")
-    values: Literal["int8", "int4", "int3"] | None = _option(None, "Round the kept weights to integers.")
+    values: IntegerName | None = _option(None, "Round the kept weights to integers.")
     group_size: int | None = _layers(
         None,
         "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.rounding import IntegerValues
+from sparsellm.methods.rounding import Rounding
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pruning.selection import select_blocks
 from sparsellm.runs.own_method import ObjectRecipe
@@ -16,7 +16,7 @@ from sparsellm.runs.recipe import Recipe
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
-from sparsellm.solvers.quantization import default_group_size
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.sparsegpt import SparseGPT
 
 SOLVERS: dict[str, Callable[[], LayerSolver]] = {
@@ -56,13 +56,11 @@ def method_of(recipe: Recipe, blocks: int) -> BlockMethod:
     )
 
 
-def integer_values(recipe: Recipe) -> IntegerValues | None:
+def integer_values(recipe: Recipe) -> Rounding | None:
     """`values` and `group_size` of a recipe as the methods take them; None if it does not round."""
     if recipe.values is None:
         return None
-    bits = int(recipe.values.removeprefix("int"))
-    size = default_group_size(bits, 1 - recipe.pattern.sparsity) if recipe.group_size is None else recipe.group_size
-    return IntegerValues(bits, size)
+    return Rounding(IntegerFormat.parse(recipe.values, recipe.group_size, 1 - recipe.pattern.sparsity))
 
 
 def _in_float32(solver: LayerSolver) -> LayerSolver:

@@ -18,7 +18,6 @@ from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed
 from sparsellm.methods import EpochResult, LayerResult, Plan, TrainingResult, planned_layers
-from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
@@ -37,6 +36,7 @@ from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import PrunedReport
 from sparsellm.runs.verification import verify
 from sparsellm.solvers.linalg import count_zeros
+from sparsellm.solvers.quantization import Scales, format_fields
 from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 if TYPE_CHECKING:
@@ -123,10 +123,7 @@ class BlockRecovery:
 
 def _with_format(layer: LayerResult, weight: Tensor, scales: Scales | None) -> LayerResult:
     """A layer's result with the zeros that its weight has now, and the integers that its scales belong to."""
-    if scales is None:
-        return replace(layer, zeros=count_zeros(weight), bits=None, group_size=None, bits_per_weight=None)
-    values = IntegerValues(scales.bits, scales.group_size)
-    return replace(layer, zeros=count_zeros(weight), **vars(values), bits_per_weight=values.bits_per_weight(weight))
+    return replace(layer, zeros=count_zeros(weight), **format_fields(weight, None if scales is None else scales.format))
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:

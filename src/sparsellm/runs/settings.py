@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from sparsellm.data.in_memory import CalibrationData
 from sparsellm.runs.recipe_fields import RecipeFields, RunFields, SolverName
+from sparsellm.solvers.integers import IntegerName
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -69,7 +70,7 @@ class PruneSettings(RunSettings, total=False):
     blocks: str
     include: str | Sequence[str]
     exclude: str | Sequence[str]
-    values: Literal["int8", "int4", "int3"] | None
+    values: IntegerName | None
     group_size: int | None
     keep_zeros: bool
     true_sequential: bool

@@ -16,7 +16,7 @@ from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.methods import BlockResult, Plan
-from sparsellm.methods.rounding import Scales, Values
+from sparsellm.methods.rounding import Rounding
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
@@ -61,7 +61,9 @@ from sparsellm.runs.training import count_generated, model_step, trains_outside
 from sparsellm.runs.training_outcome import WHOLE_MODEL, why_unchanged
 from sparsellm.runs.workspace import TRAINING_STATE
 from sparsellm.runtime import collectives
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_zeros
+from sparsellm.solvers.quantization import Scales
 
 
 def stage_names(recipe: RunRecipe, ready: Prepared, *, streamed: bool) -> tuple[str, ...]:
@@ -116,7 +118,7 @@ def prune_model(
     metrics: Sequence[Tensor] = []
     factors: Mapping[str, FisherFactors] = {}
     allocated: Allocated | None = None
-    values: Values | None = integer_values(recipe) if isinstance(recipe, Recipe) else None
+    values: Rounding | None = integer_values(recipe) if isinstance(recipe, Recipe) else None
     with facts or nullcontext(journal) as cache:
         if ready.method.needs_fisher:
             with phase(SENSITIVITIES, report, observer, unit="block") as advance:
@@ -183,10 +185,10 @@ def _training_settings(report: Report, loaded: LoadedModel, ready: Prepared) -> 
     """The arguments of `distill` that the recipe and the results so far set."""
     recipe = report.recipe
     scales = {
-        layer.name: Scales(block.scales[layer.name], layer.bits or 0, layer.group_size or 0)
+        layer.name: Scales(block.scales[layer.name], format)
         for block in report.blocks
         for layer in block.layers
-        if layer.name in block.scales
+        if layer.name in block.scales and (format := IntegerFormat.of(layer))
     }
     outside = trains_outside(recipe, ready.method)
     settings: dict[str, Any] = {"scales": scales, "products": loaded.products, "outside": outside}

@@ -1,35 +1,21 @@
 r"""Rounding of weights to integers of a few bits with a scale for each group of columns of a row.
 
-A weight is :math:`w = s q` with an integer :math:`q` in the range of `integer_range`, so that zero is exact. The scale may be
+A weight is :math:`w = s q` with an integer :math:`q` within `IntegerFormat.limits`, so that zero is exact. The scale may be
 negative, so that the one integer without an opposite serves the larger side. Groups are along the columns of the dense weight.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.runtime import devices
 from sparsellm.runtime.products import matmul
+from sparsellm.solvers.integers import MASK_WORD, SCALE_BITS, IntegerFormat, mask_bytes
 from sparsellm.solvers.linalg import add_diagonal, check_pivot, conjugate_gradient_refit, inverse_factor_
-
-Bits = Literal[3, 4, 8]
-"""Widths of an integer that can be stored."""
-
-GROUP_UNIT = 64
-"""Columns of a mask word; a group is a multiple of them, so that no word has two scales."""
-
-GROUP_SIZES = range(0, 2**31, GROUP_UNIT)
-"""Columns that a group may have, 0 for whole rows. The kernels count in 64 bits, and would take larger ones for negative."""
-
-GROUP_WEIGHTS = 128
-"""Kept weights of a group by default: the usual 128 columns of a dense weight, more of a sparse one."""
-
-SCALE_BITS = 16
-"""Bits of a scale (bfloat16)."""
 
 CLIPS = tuple(1 - step / 40 for step in range(24))
 """Fractions of a group's largest weight that are tried as its largest representable number."""
@@ -52,83 +38,61 @@ class Quantized:
     """A weight as integers and scales.
 
     Attributes:
-        integers: (out, in) int8, in the range of `integer_range`. A kept weight may be 0.
+        integers: (out, in) int8, in the range of the format. A kept weight may be 0.
         scales: (out, groups) bfloat16.
-        bits: Bits of an integer.
-        group_size: Columns of a group; the last group of a row may have fewer. 0 for one group a row.
+        format: Their format.
     """
 
     integers: Tensor
     scales: Tensor
-    bits: int
-    group_size: int
+    format: IntegerFormat
 
     def to_dense(self) -> Tensor:
         """The weight, (out, in) float32, without -0.0."""
-        return self.integers.float().mul_(expand_groups(self.scales.float(), self.group_size, self.integers.shape[1])).add_(0.0)
+        factors = expand_groups(self.scales.float(), self.format.group_size, self.integers.shape[1])
+        return self.integers.float().mul_(factors).add_(0.0)
 
 
-def check_format(bits: int, group_size: int) -> None:
-    """Raise InvalidSetting for a number of bits or a group size that cannot be stored."""
-    if bits not in get_args(Bits):
-        raise InvalidSetting(f"Values can have 3, 4 or 8 bits, got {bits}.")
-    check_group_size(group_size)
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a stored weight each of whose numbers is a scale times an integer.
 
-
-def check_group_size(group_size: int) -> None:
-    """Raise InvalidSetting for a group size that cannot be stored."""
-    if group_size not in GROUP_SIZES:
-        limits = f"a multiple of {GROUP_UNIT} columns below 2^31, or 0 for whole rows"
-        raise InvalidSetting(f"`group_size` must be {limits}, got {group_size}.")
-
-
-def default_group_size(bits: int, density: float) -> int:
-    """Columns of a group by default: whole rows for 8 bits, else about `GROUP_WEIGHTS` kept weights, rounded to a power of two.
-
-    Args:
-        density: The fraction of weights that are kept, in (0, 1].
+    Attributes:
+        scales: (out, groups) bfloat16.
+        format: The format of the integers.
+        transposed: Whether the weight is stored as (in, out), as in GPT-2.
     """
-    if bits == 8:
-        return 0
-    natural = GROUP_WEIGHTS / max(density, 1 / 1024)
-    return 1 << max(6, round(float(torch.tensor(natural).log2())))
+
+    scales: Tensor
+    format: IntegerFormat
+    transposed: bool = False
+
+    def quantized(self, weight: Tensor) -> Quantized | None:
+        """The integers of a weight, (out, in), that is the scales times integers, rounded to its dtype; None if it is not."""
+        if self.scales.shape != (len(weight), self.format.groups(weight.shape[1])):
+            return None
+        factors = expand_groups(self.scales.float(), self.format.group_size, weight.shape[1])
+        integers = to_integers(weight.float(), factors, self.format.limits(0))
+        if not torch.equal((integers * factors).to(weight.dtype), weight):
+            return None
+        return Quantized(integers.to(torch.int8), self.scales, self.format)
 
 
-def integer_range(bits: int, density: float) -> tuple[int, int]:
-    """The least and the largest integer.
-
-    With 4 and 3 bits all numbers in two's complement are used. A sparse matrix with 3 bits has, besides, 2^(bits - 1): its mask
-    says where 0 is, which needs no number then. With 8 bits no side is favoured.
-
-    Args:
-        density: The fraction of weights that are kept. Below 1 - 1 / bits, a mask and the kept integers take fewer bits than
-            all integers.
-    """
-    largest = 2 ** (bits - 1) - 1
-    if bits == 8:
-        return -largest, largest
-    return -largest - 1, largest + (bits == 3 and density < 1 - 1 / bits)
+def packed_bits(weight: Tensor, format: IntegerFormat) -> float:
+    """Bits that a number of a rounded weight, (out, in), takes in a packed file: integers, mask and scales."""
+    keep = weight.flatten() != 0
+    fours = torch.nn.functional.pad(keep, (0, -len(keep) % 8)).view(-1, 4).any(1)
+    kept, used = (int(x) for x in devices.to_python([keep.count_nonzero(), fours.count_nonzero()]))
+    masked = format.integer_bytes(kept) + mask_bytes(len(keep), used)
+    integers = min(format.integer_bytes(len(keep)), masked)  # without a mask zeros are integers too
+    return (8 * integers + len(weight) * format.groups(weight.shape[1]) * SCALE_BITS) / len(keep)
 
 
-def bits_per_weight(density: float, bits: int, group_size: int, columns: int) -> float:
-    """Bits that a weight takes in the stored form, mask and scales included.
-
-    The mask, none if all weights are kept, takes a bit a weight, or less where groups of four are removed together: removed
-    weights are taken to be at random positions.
-
-    Args:
-        density: The fraction of weights that are kept, in (0, 1].
-        bits: Bits of a value.
-        group_size: Columns of a group, 0 for whole rows.
-        columns: Columns of the weight.
-    """
-    mask = 0.0 if density == 1 else min(1.0, 0.25 + 1 - (1 - density) ** 4)
-    return mask + density * bits + SCALE_BITS * group_count(columns, group_size) / columns
-
-
-def group_count(columns: int, group_size: int) -> int:
-    """Number of groups of a row."""
-    return -(-columns // group_size) if group_size else 1
+def format_fields(weight: Tensor, format: IntegerFormat | None) -> dict[str, Any]:
+    """What a result says of a weight, (out, in), with a format: its fields and `bits_per_weight`; all None without a format."""
+    if format is None:
+        return dict.fromkeys(("bits", "group_size", "bits_per_weight"))
+    return {**vars(format), "bits_per_weight": packed_bits(weight, format)}
 
 
 def expand_groups(values: Tensor, group_size: int, columns: int) -> Tensor:
@@ -139,28 +103,27 @@ def expand_groups(values: Tensor, group_size: int, columns: int) -> Tensor:
 
 
 def round_to_nearest(
-    weight: Tensor, bits: int, group_size: int, *, mask: Tensor | None = None, importance: Tensor | None = None
+    weight: Tensor, format: IntegerFormat, *, mask: Tensor | None = None, importance: Tensor | None = None
 ) -> Quantized:
     """Round to the nearest integer multiples of the scale that has the smallest squared error of those tried.
 
     Args:
         weight: (out, in).
-        bits: 3, 4 or 8.
-        group_size: Columns of a group, a multiple of 64; 0 for whole rows.
+        format: The format of the integers.
         mask: (out, in) bool, True where a weight is kept; others become 0. None if the weight is zero there.
         importance: (in,), weights of the squared errors, such as the Gram diagonal; None for equal ones.
     """
-    check_format(bits, group_size)
+    format.checked()
     kept = weight.float() if mask is None else weight.float() * mask
     columns = kept.shape[1]
-    size = group_size or columns
+    size = format.group_size or columns
     padded = torch.nn.functional.pad(kept, (0, -columns % size)).unflatten(1, (-1, size))
     weights = None if importance is None else torch.nn.functional.pad(importance.float(), (0, -columns % size)).view(-1, size)
     rows = max(1, MAX_BUDGET // padded[0].numel())
-    limits = integer_range(bits, _density(kept != 0 if mask is None else mask))
+    limits = format.limits(_density(kept != 0 if mask is None else mask))
     scales = torch.cat([_search_scales(part, limits, weights) for part in padded.split(rows)])
     integers = to_integers(padded, scales.unsqueeze(2), limits).flatten(1)[:, :columns]
-    return Quantized(integers.to(torch.int8), scales.bfloat16(), bits, group_size)
+    return Quantized(integers.to(torch.int8), scales.bfloat16(), format)
 
 
 def _density(keep: Tensor) -> float:
@@ -187,7 +150,7 @@ def _search_scales(groups: Tensor, limits: tuple[int, int], importance: Tensor |
     return best
 
 
-def gptq(weight: Tensor, gram: Tensor, bits: int, group_size: int, *, mask: Tensor | None = None) -> Quantized:
+def gptq(weight: Tensor, gram: Tensor, format: IntegerFormat, *, mask: Tensor | None = None) -> Quantized:
     r"""Round column by column, with the error of each passed on to the columns that follow.
 
     With :math:`U` upper triangular, :math:`G^{-1} = U^\top U`:
@@ -202,23 +165,22 @@ def gptq(weight: Tensor, gram: Tensor, bits: int, group_size: int, *, mask: Tens
     Args:
         weight: (out, in).
         gram: G, (in, in), positive definite.
-        bits: 3, 4 or 8.
-        group_size: Columns of a group, a multiple of 64; 0 for whole rows.
+        format: The format of the integers.
         mask: (out, in) bool, True where a weight is kept; None for all.
 
     Raises:
         SingularGram: If the Gram matrix is not positive definite.
     """
     keep = torch.ones_like(weight, dtype=torch.bool) if mask is None else mask
-    nearest = round_to_nearest(weight, bits, group_size, mask=keep, importance=gram.diagonal())
-    limits, order = integer_range(bits, _density(keep)), gram.diagonal().argsort(descending=True, stable=True)
+    nearest = round_to_nearest(weight, format, mask=keep, importance=gram.diagonal())
+    limits, order = format.limits(_density(keep)), gram.diagonal().argsort(descending=True, stable=True)
     factor, pivot = inverse_factor_(gram[order][:, order])
     check_pivot(pivot, len(gram), 0.0)
     columns, keep = weight.T[order].float(), keep.T[order].float()  # (in, out)
-    scales = expand_groups(nearest.scales.float(), group_size, len(gram)).T[order]
+    scales = expand_groups(nearest.scales.float(), format.group_size, len(gram)).T[order]
     integers = torch.empty_like(columns)
-    for start in range(0, len(columns), GROUP_UNIT):
-        stop = min(start + GROUP_UNIT, len(columns))
+    for start in range(0, len(columns), MASK_WORD):
+        stop = min(start + MASK_WORD, len(columns))
         panel, errors = columns[start:stop], torch.empty_like(columns[start:stop])
         for j in range(stop - start):
             row, column = factor[start + j, start + j : stop], start + j
@@ -227,11 +189,11 @@ def gptq(weight: Tensor, gram: Tensor, bits: int, group_size: int, *, mask: Tens
             panel[j:].addr_(row, errors[j], alpha=-1)
         columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     integers = integers[order.argsort()].T.to(torch.int8).contiguous()
-    return Quantized(integers, nearest.scales, bits, group_size)
+    return Quantized(integers, nearest.scales, format)
 
 
 def round_compensated(
-    target: Tensor, gram: Tensor, mask: Tensor, *, bits: int, group_size: int, start: Tensor | None = None
+    target: Tensor, gram: Tensor, mask: Tensor, *, format: IntegerFormat, start: Tensor | None = None
 ) -> Quantized:
     r"""Find integers and scales on a support that lower :math:`\mathrm{tr}\,(Q - T) G (Q - T)^\top` in each row.
 
@@ -248,8 +210,7 @@ def round_compensated(
         target: T, (out, in).
         gram: G, (in, in), positive semi-definite; damped by `DAMPING`.
         mask: (out, in) bool, the support: True where a weight is kept.
-        bits: 3, 4 or 8.
-        group_size: Columns of a group, a multiple of 64; 0 for whole rows.
+        format: The format of the integers.
         start: (out, in), weights from which the best ones without rounding are sought; None for the target's.
 
     Raises:
@@ -259,11 +220,11 @@ def round_compensated(
     best = conjugate_gradient_refit(
         (target if start is None else start.float()) * mask, target, gram, keep=mask, steps=REFIT_STEPS, tolerance=1e-5
     )
-    rounded = gptq(best, gram, bits, group_size, mask=mask)
+    rounded = gptq(best, gram, format, mask=mask)
     descent = _Descent(rounded, target, gram, mask)
     for _ in range(SWEEPS):
         descent.sweep()
-    return Quantized(descent.integers.T.to(torch.int8).contiguous(), descent.scales.T.bfloat16(), bits, group_size)
+    return Quantized(descent.integers.T.to(torch.int8).contiguous(), descent.scales.T.bfloat16(), format)
 
 
 class _Descent:
@@ -271,8 +232,8 @@ class _Descent:
 
     def __init__(self, start: Quantized, target: Tensor, gram: Tensor, keep: Tensor) -> None:
         self.integers, self.scales = (part.T.to(gram.dtype).contiguous() for part in (start.integers, start.scales))
-        self._gram, self._size = gram, start.group_size or len(gram)
-        self._keep, self._limits = keep.T.to(gram.dtype).contiguous(), integer_range(start.bits, _density(keep))
+        self._gram, self._size = gram, start.format.group_size or len(gram)
+        self._keep, self._limits = keep.T.to(gram.dtype).contiguous(), start.format.limits(_density(keep))
         self._gradient = matmul(gram, (start.to_dense() - target).T.to(gram.dtype))
 
     def sweep(self) -> None:
@@ -280,8 +241,8 @@ class _Descent:
         for number in range(len(self.scales)):
             start, stop = number * self._size, min((number + 1) * self._size, len(self._gram))
             self._update_scale(number, start, stop)
-            for first in range(start, stop, GROUP_UNIT):
-                self._update_panel(number, first, min(first + GROUP_UNIT, stop))
+            for first in range(start, stop, MASK_WORD):
+                self._update_panel(number, first, min(first + MASK_WORD, stop))
 
     def _update_scale(self, number: int, start: int, stop: int) -> None:
         """Set the scales of a group to their best values, where these, rounded to bfloat16, lower the error."""
@@ -295,7 +256,7 @@ class _Descent:
         self._gradient += matmul(self._gram[:, start:stop], integers * change)
 
     def _update_panel(self, number: int, start: int, stop: int) -> None:
-        """Set the integers of up to `GROUP_UNIT` columns, one column after another, to their best values."""
+        """Set the integers of up to `MASK_WORD` columns, one column after another, to their best values."""
         scale, panel = self.scales[number], slice(start, stop)
         gram, gradient = self._gram[panel, panel], self._gradient[panel].clone()
         changes = torch.empty_like(self.integers[panel])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.runtime.alternatives import Computation, speedup
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.kernel_library import TYPES, Library, load_library, warn_missing
 from sparsellm.sparse.kernel_library import available as available
@@ -53,7 +54,7 @@ def matmul(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None = 
     Raises:
         InvalidSetting: Shapes do not match, or a gradient is asked for.
     """
-    scales, group_size = (weight.scales, weight.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
+    scales, group_size = (weight.scales, weight.format.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
     parts = weight.mask, weight.values, weight.row_starts
     return packed_linear(x, *parts, columns=weight.shape[1], scales=scales, group_size=group_size, bias=bias)
 
@@ -212,7 +213,7 @@ def decode(
     stop = weight.shape[0] if stop is None else stop
     if not 0 <= start <= stop <= weight.shape[0]:
         raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
-    scales, group_size = (weight.scales, weight.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
+    scales, group_size = (weight.scales, weight.format.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
     dtype = weight.values.dtype if scales is None else dtype or torch.float32
     if dtype not in DTYPES:
         raise InvalidSetting(f"`dtype` got {dtype}; float32, bfloat16 or float16 is needed.")
@@ -298,7 +299,7 @@ def _matrix(
     """Return the matrix of a mask, values and positions of rows, and of scales if the values are integers."""
     if scales is None:
         return Bitmask(shape, *parts)
-    return QuantizedBitmask(shape, *parts, scales, 8 if parts[1].dtype is torch.int8 else 4, group_size)
+    return QuantizedBitmask(shape, *parts, scales, IntegerFormat(8 if parts[1].dtype is torch.int8 else 4, group_size))
 
 
 def _multiply_tiles(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None) -> Tensor:

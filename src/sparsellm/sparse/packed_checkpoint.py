@@ -46,8 +46,8 @@ class PackedTensor:
     def layer(self, *, dtype: torch.dtype, transposed: bool = False) -> PackedLinear:
         """Build a layer on the meta device, without a bias, that has room for the tensor."""
         outputs, inputs = self.entry.shape[::-1] if transposed else self.entry.shape
-        bits, group_size = self.entry.bits, self.entry.group_size
-        kind = PackedLinear if bits is None else partial(QuantizedLinear, bits=bits, group_size=group_size)
+        integers = self.entry.integers
+        kind = PackedLinear if integers is None else partial(QuantizedLinear, format=integers)
         return kind(inputs, outputs, False, kept=self.size, transposed=transposed, dtype=dtype, device="meta")
 
     def decode(self, stored: Mapping[str, Tensor]) -> PackedMatrix:

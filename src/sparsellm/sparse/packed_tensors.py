@@ -11,11 +11,13 @@ from torch import Tensor
 
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.packed_files import PackedEntry, register_decoder
+from sparsellm.solvers.integers import mask_bits
+from sparsellm.solvers.quantization import Scales
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.parts import PARTS
-from sparsellm.sparse.quantization import QuantizedBitmask, exact_form
+from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
 
 PackedMatrix = Bitmask | QuantizedBitmask
@@ -30,23 +32,21 @@ SAVED_BITS, SAVED_FROM = 0.7, 0.3
 """Bits that a kept number takes less where so many small ones are removed, since few exponents are left."""
 
 
-def estimated_bytes(numel: int, removed: int, dtype: str, bits: int | None = None) -> int:
+def estimated_bytes(numel: int, removed: int, dtype: str) -> int:
     """Estimate the bytes of a matrix in the plain form from above, within a few per cent for weights pruned by their size.
 
     Args:
         numel: Number of its weights.
         removed: How many are removed. The estimate takes their positions for random.
         dtype: Name of its dtype.
-        bits: Those of the integers of a quantized matrix, whose scales are not counted; None for another.
     """
     sparsity = removed / max(numel, 1)
     item: torch.dtype = getattr(torch, dtype)
     dense = numel * item.itemsize
-    if sparsity < SPARSE and bits is None:
+    if sparsity < SPARSE:
         return dense
-    mask = min(1.0, 1.25 - sparsity**4)  # in groups of four bits: a bit each, and those that are not all zero
-    value = bits or CODED_BITS[dtype] - SAVED_BITS * min(1.0, sparsity / SAVED_FROM) ** 2
-    return min(dense, math.ceil((numel * mask + (numel - removed) * value) / 8))
+    value = CODED_BITS[dtype] - SAVED_BITS * min(1.0, sparsity / SAVED_FROM) ** 2
+    return min(dense, math.ceil((numel * mask_bits(sparsity) + (numel - removed) * value) / 8))
 
 
 def encode_tensor(name: str, tensor: Tensor | QuantizedBitmask, archive: bool = False) -> dict[str, Tensor]:
@@ -74,9 +74,9 @@ def decode_matrix(parts: Mapping[str, Tensor], entry: PackedEntry) -> PackedMatr
         BadCheckpoint: A part is damaged.
     """
     dtype: torch.dtype = getattr(torch, entry.dtype)
-    if entry.bits is None:
+    if entry.integers is None:
         return decode(parts, entry.matrix, dtype)
-    return decode_quantized(parts, entry.matrix, dtype, bits=entry.bits, group_size=entry.group_size)
+    return decode_quantized(parts, entry.matrix, dtype, entry.integers)
 
 
 def dense_tensor(matrix: PackedMatrix, entry: PackedEntry) -> Tensor:
@@ -100,7 +100,7 @@ def pack_quantized(
         The parts by the names under which they are stored, and the entry with the digest.
     """
     dense = dense_tensor(matrix, entry)
-    described = PackedEntry.of(dense, entry.bits, entry.group_size, transposed=entry.transposed)
+    described = PackedEntry.of(dense, entry.integers, transposed=entry.transposed)
     return encode_tensor(name, matrix, archive), described
 
 
@@ -116,10 +116,11 @@ def pack_again(name: str, tensor: Tensor, entry: PackedEntry, scales: Tensor | N
     Returns:
         The parts by the names under which they are stored, and the entry of the tensor.
     """
-    if scales is not None and entry.bits is not None:
+    if scales is not None and entry.integers is not None:
         stored = tensor.to(getattr(torch, entry.dtype))
-        matrix = exact_form(entry.matrix_of(stored), scales, bits=entry.bits, group_size=entry.group_size)
-        if matrix is not None and bool((stored == tensor).all()):
+        exact = Scales(scales, entry.integers).quantized(entry.matrix_of(stored))
+        if exact is not None and bool((stored == tensor).all()):
+            matrix = QuantizedBitmask.from_quantized(exact, exact.integers != 0)
             return pack_quantized(name, matrix, replace(entry, dtype=dtype_name(tensor.dtype)))
     return encode_tensor(name, tensor), PackedEntry.of(tensor)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.packed_files import can_hold
 from sparsellm.errors import BadCheckpoint
+from sparsellm.solvers.integers import mask_bytes
 from sparsellm.sparse.bitmask import GROUP
 
 Bytes = NDArray[np.uint8]
@@ -56,7 +57,7 @@ def encode_mask(mask: Bytes, archive: bool) -> dict[str, Bytes]:
     groups = np.stack([mask & 15, mask >> 4], axis=1).reshape(-1)
     used = groups != 0
     count = int(np.count_nonzero(used))
-    if -(-len(groups) // 8) + -(-count // 2) >= len(mask):
+    if mask_bytes(8 * len(mask), count) == len(mask):
         return {"weight_mask": mask}
     pairs = np.zeros((-(-count // 2), 2), dtype=np.uint8)
     pairs.reshape(-1)[:count] = groups[used]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.quantization import check_format, expand_groups, group_count, integer_range, to_integers
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized, expand_groups
 from sparsellm.sparse.bitmask import GROUP, PADDING, count_bits, pack_bits, unpack_bits
 
 
@@ -25,8 +26,7 @@ class QuantizedBitmask:
         values: (bytes + PADDING,) the integers of the kept weights row by row, then zeros: int8 for 8 bits, otherwise uint8.
         row_starts: (out + 1,) int64: position in `values` of each row's first byte, then the number of bytes.
         scales: (out, groups) bfloat16.
-        bits: Bits of an integer: 8, 4 or 3.
-        group_size: Columns that share a scale, a multiple of 64; 0 for whole rows.
+        format: The format of the integers.
     """
 
     shape: tuple[int, int]
@@ -34,51 +34,42 @@ class QuantizedBitmask:
     values: Tensor
     row_starts: Tensor
     scales: Tensor
-    bits: int
-    group_size: int
+    format: IntegerFormat
 
     @classmethod
-    def from_integers(
-        cls, integers: Tensor, scales: Tensor, *, bits: int, group_size: int, keep: Tensor | None = None
-    ) -> QuantizedBitmask:
-        """Encode (out, in) int8 integers.
+    def from_quantized(cls, weight: Quantized, keep: Tensor | None = None) -> QuantizedBitmask:
+        """Encode integers and scales.
 
         Args:
-            integers: (out, in) int8; 0 where a weight is removed.
-            scales: (out, groups) bfloat16.
-            bits: 8, 4 or 3.
-            group_size: Columns that share a scale, a multiple of 64; 0 for whole rows.
+            weight: The (out, in) weight, whose integers are 0 where it is removed.
             keep: (out, in) bool, True where a weight is kept; by default, all are.
 
         Raises:
-            InvalidSetting: The bits, the group size or the shape of the scales are impossible.
+            InvalidSetting: The format or the shape of the scales are impossible.
         """
+        integers = weight.integers
         keep = torch.ones_like(integers, dtype=torch.bool) if keep is None else keep
-        return cls.from_parts(
-            pack_bits(keep), integers[keep], scales, columns=integers.shape[1], bits=bits, group_size=group_size
-        )
+        return cls.from_parts(pack_bits(keep), integers[keep], weight.scales, columns=integers.shape[1], format=weight.format)
 
     @classmethod
     def from_parts(
-        cls, mask: Tensor, integers: Tensor, scales: Tensor, *, columns: int, bits: int, group_size: int
+        cls, mask: Tensor, integers: Tensor, scales: Tensor, *, columns: int, format: IntegerFormat
     ) -> QuantizedBitmask:
         """Build a matrix from its mask, as in `mask`, and the int8 integers of its kept weights, row by row."""
-        check_format(bits, group_size)
-        shape = mask.shape[0], columns
-        if scales.shape != (shape[0], group_count(columns, group_size)):
+        shape, groups = (mask.shape[0], columns), format.checked().groups(columns)
+        if scales.shape != (shape[0], groups):
             raise InvalidSetting(
-                f"A matrix of {shape} in groups of {group_size} has {group_count(columns, group_size)} scales a row, "
-                f"got {tuple(scales.shape)}."
+                f"A matrix of {shape} in groups of {format.group_size} has {groups} scales a row, got {tuple(scales.shape)}."
             )
-        counts = count_bits(mask) if bits == 8 else count_bytes(mask)
+        counts = count_bits(mask) if format.bits == 8 else count_bytes(mask)
         row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        if bits == 8:
+        if format.bits == 8:
             values = torch.cat([integers, integers.new_zeros(PADDING)])
         else:
             halves = torch.zeros(2 * int(row_starts[-1]), dtype=torch.uint8, device=mask.device)
             halves.masked_scatter_(_occupied(mask), integers.view(torch.uint8) & 15)
             values = torch.cat([halves[::2] | halves[1::2] << 4, halves.new_zeros(PADDING)])
-        return cls(shape, mask, values, row_starts, scales, bits, group_size)
+        return cls(shape, mask, values, row_starts, scales, format)
 
     @property
     def kept(self) -> int:
@@ -96,7 +87,7 @@ class QuantizedBitmask:
         stop = self.shape[0] if stop is None else stop
         first, last = self.row_starts[[start, stop]].tolist()
         values = self.values[first:last]
-        if self.bits == 8:
+        if self.format.bits == 8:
             return values
         halves = torch.stack([values & 15, values >> 4], dim=1).flatten()
         signed = (halves ^ 8).view(torch.int8) - 8
@@ -110,25 +101,8 @@ class QuantizedBitmask:
 
     def to_dense(self, start: int = 0, stop: int | None = None, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Decode rows `start` to `stop` and round the products of scales and integers to a dtype: (stop - start, in)."""
-        scales = expand_groups(self.scales[start:stop].float(), self.group_size, self.shape[1])
+        scales = expand_groups(self.scales[start:stop].float(), self.format.group_size, self.shape[1])
         return self.to_integers(start, stop).float().mul_(scales).add_(0.0).to(dtype)
-
-
-def exact_form(weight: Tensor, scales: Tensor, *, bits: int, group_size: int) -> QuantizedBitmask | None:
-    """Return the matrix that becomes a weight when it is rounded to the weight's dtype; None if there is none.
-
-    Args:
-        weight: (out, in). Zeros count as removed.
-        scales: (out, groups) bfloat16.
-        bits: Bits of an integer.
-        group_size: Columns that share a scale; 0 for whole rows.
-    """
-    expanded = expand_groups(scales.float(), group_size, weight.shape[1])
-    integers = to_integers(weight.float(), expanded, integer_range(bits, 0))
-    if not bool(((integers * expanded).to(weight.dtype) == weight).all()):
-        return None
-    integers, keep = integers.to(torch.int8), integers != 0
-    return QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=group_size, keep=keep)
 
 
 def count_bytes(mask: Tensor) -> Tensor:

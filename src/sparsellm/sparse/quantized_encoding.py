@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.quantization import group_count, integer_range
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.sparse.bitmask import unpack_bits
 from sparsellm.sparse.parts import (
     Bytes,
@@ -52,14 +52,14 @@ def encode_quantized(weight: QuantizedBitmask, archive: bool = False) -> dict[st
     """
     keep = unpack_bits(weight.mask.cpu(), weight.shape[1])
     integers = weight.integers().cpu().numpy()
-    if weight.bits == 3:
+    if weight.format.bits == 3:
         keep = keep.masked_scatter(keep, torch.from_numpy(integers != 0))
         integers = integers[integers != 0]
     mask = np.packbits(keep.numpy(), bitorder="little")
-    kept = _encode_integers(integers, weight.bits, archive, masked=True) | encode_mask(mask, archive)
-    fits = not len(integers) or integers.max() <= integer_range(weight.bits, 1)[1]
+    kept = _encode_integers(integers, weight.format, archive, masked=True) | encode_mask(mask, archive)
+    fits = not len(integers) or integers.max() <= weight.format.limits(1)[1]
     if fits and weight.kept > 0.5 * keep.numel():  # a mask of few zeros may take more than they do
-        everything = _encode_integers(weight.to_integers().cpu().flatten().numpy(), weight.bits, archive, masked=False)
+        everything = _encode_integers(weight.to_integers().cpu().flatten().numpy(), weight.format, archive, masked=False)
         kept = min(everything, kept, key=size_of)
     scales = weight.scales.cpu().contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
     planes = {"weight_scales": np.concatenate([scales & 255, scales >> 8]).astype(np.uint8)}
@@ -67,7 +67,7 @@ def encode_quantized(weight: QuantizedBitmask, archive: bool = False) -> dict[st
 
 
 def decode_quantized(
-    parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, *, bits: int, group_size: int
+    parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, format: IntegerFormat
 ) -> QuantizedBitmask:
     """Decode what `encode_quantized` returned. Every length is checked before anything is indexed.
 
@@ -75,8 +75,7 @@ def decode_quantized(
         parts: The parts by name.
         shape: (out, in).
         dtype: Dtype of the weight as an ordinary tensor.
-        bits: Bits of an integer.
-        group_size: Columns that share a scale; 0 for whole rows.
+        format: The format of the integers.
 
     Raises:
         BadCheckpoint: A part has the wrong dtype, shape or length, contradicts another one, or holds impossible numbers.
@@ -87,17 +86,15 @@ def decode_quantized(
         mask = decode_mask(stored, rows * columns)
     else:
         mask = np.packbits(np.ones(rows * columns, dtype=np.bool_), bitorder="little")
-    integers = _decode_integers(stored, bits, int(np.bitwise_count(mask).sum(dtype=np.int64)), masked=masked)
-    scales = decode_scales(stored, shape, group_size)
+    integers = _decode_integers(stored, format, int(np.bitwise_count(mask).sum(dtype=np.int64)), masked=masked)
+    scales = decode_scales(stored, shape, format)
     in_rows = torch.from_numpy(mask_in_rows(mask, shape))
-    return QuantizedBitmask.from_parts(
-        in_rows, torch.from_numpy(integers), scales, columns=columns, bits=bits, group_size=group_size
-    )
+    return QuantizedBitmask.from_parts(in_rows, torch.from_numpy(integers), scales, columns=columns, format=format)
 
 
-def decode_scales(stored: Mapping[str, Bytes], shape: tuple[int, int], group_size: int) -> Tensor:
+def decode_scales(stored: Mapping[str, Bytes], shape: tuple[int, int], format: IntegerFormat) -> Tensor:
     """Return the scales in the parts of a weight of a shape: (out, groups) bfloat16. Raises BadCheckpoint for damaged ones."""
-    groups = group_count(shape[1], group_size)
+    groups = format.groups(shape[1])
     low, high = read_part(stored, "weight_scales", 2 * shape[0] * groups).reshape(2, -1).astype(np.uint16)
     scales = torch.from_numpy((low | high << 8).view(np.int16)).view(torch.bfloat16).view(shape[0], groups)
     if not bool(scales.isfinite().all()):
@@ -105,9 +102,9 @@ def decode_scales(stored: Mapping[str, Bytes], shape: tuple[int, int], group_siz
     return scales
 
 
-def _encode_integers(integers: Integers, bits: int, archive: bool, *, masked: bool) -> dict[str, Bytes]:
+def _encode_integers(integers: Integers, format: IntegerFormat, archive: bool, *, masked: bool) -> dict[str, Bytes]:
     """Return integers in the fewest bytes; those of 3 bits that are `masked` are not 0."""
-    numbers = integers.view(np.uint8)
+    numbers, bits = integers.view(np.uint8), format.bits
     if bits == 3:
         numbers = (integers - (integers > 0) if masked else integers).view(np.uint8)
         planes = [np.packbits(numbers >> bit & 1, bitorder="little") for bit in range(bits)]
@@ -129,9 +126,9 @@ def _pairs(numbers: Bytes) -> Bytes:
     return halves[::2] | halves[1::2] << np.uint8(4)
 
 
-def _decode_integers(stored: Mapping[str, Bytes], bits: int, count: int, *, masked: bool) -> Integers:
+def _decode_integers(stored: Mapping[str, Bytes], format: IntegerFormat, count: int, *, masked: bool) -> Integers:
     """Return `count` integers."""
-    stored = dict(stored)
+    stored, bits = dict(stored), format.bits
     deflated = "weight_deflated" in stored
     if deflated and len(stored.pop("weight", ())):
         raise BadCheckpoint("weight and weight_deflated both hold integers: the packed weight is damaged.")
@@ -150,7 +147,7 @@ def _decode_integers(stored: Mapping[str, Bytes], bits: int, count: int, *, mask
         integers = (numbers ^ 4).view(np.int8) - np.int8(4)
     if bits == 3 and masked:
         integers += integers >= 0
-    least, largest = integer_range(bits, 0 if masked else 1)
+    least, largest = format.limits(0 if masked else 1)
     if count and (integers.min() < least or integers.max() > largest):
         raise BadCheckpoint(f"weight holds an integer outside of {least} to {largest}: the packed weight is damaged.")
     return integers

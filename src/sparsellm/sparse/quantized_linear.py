@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.quantization import group_count
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.sparse.bitmask import PADDING
 from sparsellm.sparse.kernels import decode as decode_rows
 from sparsellm.sparse.kernels import multiply
@@ -29,8 +29,7 @@ class QuantizedLinear(PackedLinear):
         in_features: Number of inputs.
         out_features: Number of outputs.
         bias: Whether the layer has a bias.
-        bits: Bits of an integer: 8, 4 or 3.
-        group_size: Columns that share a scale; 0 for whole rows.
+        format: The format of the integers.
         kept: Bytes of integers for which `values` has room.
         transposed: Whether `weight` is (in, out), as in GPT-2.
         dtype: Dtype of `weight` and of the bias.
@@ -47,18 +46,17 @@ class QuantizedLinear(PackedLinear):
         out_features: int,
         bias: bool = True,
         *,
-        bits: int,
-        group_size: int,
+        format: IntegerFormat,
         kept: int = 0,
         transposed: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, transposed=transposed, dtype=dtype, device=device)
-        self.bits, self.group_size, self._dtype = bits, group_size, dtype or torch.get_default_dtype()
-        kind = torch.int8 if bits == 8 else torch.uint8
+        self.format, self._dtype = format, dtype or torch.get_default_dtype()
+        kind = torch.int8 if format.bits == 8 else torch.uint8
         self.values = torch.zeros(kept + PADDING, dtype=kind, device=device)
-        groups = group_count(in_features, group_size)
+        groups = format.groups(in_features)
         self.register_buffer("scales", torch.zeros(out_features, groups, dtype=torch.bfloat16, device=device))
 
     @classmethod
@@ -71,8 +69,7 @@ class QuantizedLinear(PackedLinear):
             inputs,
             outputs,
             bias is not None,
-            bits=weight.bits,
-            group_size=weight.group_size,
+            format=weight.format,
             transposed=transposed,
             dtype=dtype,
         )
@@ -95,9 +92,7 @@ class QuantizedLinear(PackedLinear):
     def _unchecked(self) -> QuantizedBitmask:
         """Return the weight, of which nothing may be read before it is checked."""
         shape = self.out_features, self.in_features
-        return QuantizedBitmask(
-            shape, self.mask, self.values, self.row_starts, self.scales, bits=self.bits, group_size=self.group_size
-        )
+        return QuantizedBitmask(shape, self.mask, self.values, self.row_starts, self.scales, self.format)
 
     def assign_quantized(self, weight: QuantizedBitmask) -> None:
         """Replace the weight by one of the same shape and format."""
@@ -123,13 +118,13 @@ class QuantizedLinear(PackedLinear):
         """Map (..., in) to (..., out) by the kernels."""
         if not self._checked:
             self.check()
-        options = {"columns": self.in_features, "group_size": self.group_size}
+        options = {"columns": self.in_features, "group_size": self.format.group_size}
         return multiply(x, self.mask, self.values, self.row_starts, scales=self.scales, bias=bias, **options)
 
     def extra_repr(self) -> str:
         """Describe the layer."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        text = f"{text}, bits={self.bits}, group_size={self.group_size}"
+        text = f"{text}, bits={self.format.bits}, group_size={self.format.group_size}"
         if not (size := self.in_features * self.out_features) or not self._checked:
             return text
         return f"{text}, sparsity={1 - self.quantized.kept / size:.2%}"
@@ -146,7 +141,7 @@ class QuantizedLinear(PackedLinear):
 
     def packed_entry(self) -> PackedEntry:
         """Return what the metadata of a weight file say of the weight."""
-        return PackedEntry.of(self.weight, self.bits, self.group_size, transposed=self.transposed)
+        return PackedEntry.of(self.weight, self.format, transposed=self.transposed)
 
     def _encode(self) -> dict[str, Tensor]:
         """Return the parts of the stored form."""
@@ -156,9 +151,9 @@ class QuantizedLinear(PackedLinear):
         """Replace the weight by that of parts of the stored form."""
         if "weight_scales" not in parts and "weight_scales_deflated" not in parts:
             raise InvalidSetting(
-                f"The layer has integers of {self.bits} bits, and the state has none. Load the state of such a layer."
+                f"The layer has integers of {self.format.bits} bits, and the state has none. Load the state of such a layer."
             )
         shape = self.out_features, self.in_features
-        weight = decode_quantized(parts, shape, self.dtype, bits=self.bits, group_size=self.group_size)
+        weight = decode_quantized(parts, shape, self.dtype, self.format)
         place = self._place(parts["weight"])
         self.assign_quantized(replace(weight, **{name: getattr(weight, name).to(place) for name in self.running}))

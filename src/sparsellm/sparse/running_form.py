@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.quantization import check_group_size, group_count
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask, count_bits
 from sparsellm.sparse.parts import DTYPES
 from sparsellm.sparse.quantization import QuantizedBitmask, count_bytes
@@ -25,15 +24,14 @@ def check_layout(weight: Bitmask | QuantizedBitmask) -> None:
     rows, columns = weight.shape
     kinds: Dtypes = DTYPES
     if isinstance(weight, QuantizedBitmask):
-        kinds = (torch.int8,) if weight.bits == 8 else (torch.uint8,)
+        kinds = (torch.int8,) if weight.format.bits == 8 else (torch.uint8,)
     needed: list[tuple[str, Tensor, Dtypes, tuple[int, ...]]] = [
         ("mask", weight.mask, (torch.uint8,), (rows, -(-columns // GROUP) * GROUP // 8)),
         ("row_starts", weight.row_starts, (torch.int64,), (rows + 1,)),
         ("values", weight.values, kinds, (max(weight.values.numel(), PADDING),)),
     ]
     if isinstance(weight, QuantizedBitmask):
-        check_group_size(weight.group_size)
-        needed.append(("scales", weight.scales, (torch.bfloat16,), (rows, group_count(columns, weight.group_size))))
+        needed.append(("scales", weight.scales, (torch.bfloat16,), (rows, weight.format.checked().groups(columns))))
     for name, part, dtypes, shape in needed:
         check_tensor(f"`{name}` of a packed matrix", part, dtypes, shape, device=weight.mask.device)
     if weight.row_starts.is_cpu:
@@ -78,7 +76,7 @@ def check_numbers(weight: Bitmask | QuantizedBitmask) -> None:
     behind = mask[:, -(-columns // 8) :].any() or (columns % 8 and (mask[:, columns // 8] >> columns % 8).any())
     if behind:
         raise InvalidSetting(f"`mask` of a packed matrix keeps columns behind the last one of {columns}: it is damaged.")
-    counts = count_bytes(mask) if isinstance(weight, QuantizedBitmask) and weight.bits != 8 else count_bits(mask)
+    counts = count_bytes(mask) if isinstance(weight, QuantizedBitmask) and weight.format.bits != 8 else count_bits(mask)
     expected = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     if not torch.equal(weight.row_starts, expected):
         row = int((weight.row_starts != expected).nonzero()[0])

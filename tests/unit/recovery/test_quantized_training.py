@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from sparsellm.errors import BadCheckpoint, NonFinite
-from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.recovery.distillation import model_training
 from sparsellm.recovery.masked_training import MaskedAdam
@@ -23,7 +22,8 @@ from sparsellm.recovery.quantized_training import (
     rounded_layers,
     store_scales,
 )
-from sparsellm.solvers.quantization import Quantized, expand_groups, integer_range, round_to_nearest
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest
 from tests.meter import Meter
 from tests.training import pruned_model
 
@@ -36,9 +36,9 @@ def rounded(family: str, bits: int = 4, dtype: torch.dtype = torch.float32) -> t
     model = pruned_model(family, dtype)
     block, scales = blocks_of(model)[0], {}
     for name, layer in block.layers.items():
-        quantized = round_to_nearest(layer.weight.detach().float(), bits, GROUPS[bits])
+        quantized = round_to_nearest(layer.weight.detach().float(), IntegerFormat(bits, GROUPS[bits]))
         block.write(name, quantized.to_dense())
-        scales[block.full_name(name)] = Scales(quantized.scales, bits, GROUPS[bits])
+        scales[block.full_name(name)] = Scales(quantized.scales, quantized.format)
     return model, block, scales
 
 
@@ -49,7 +49,7 @@ def parameters_of(block: Block) -> dict[str, torch.nn.Parameter]:
 
 def weight_of(layer: RoundedLayer, initial: Tensor, factors: Tensor, latent: Tensor) -> Tensor:
     """The direct formula t s0 q(V), (out, in); derivatives of roundings are taken as 1, and as 0 where q is 0."""
-    integers, group_size = layer.quantized.integers.double(), layer.quantized.group_size
+    integers, group_size = layer.quantized.integers.double(), layer.quantized.format.group_size
     scales, factors = (expand_groups(x, group_size, integers.shape[1]) for x in (initial.double(), factors))
     values, scales = torch.where(integers == 0, 0, latent * layer.unit), factors * scales
     scales = scales + (scales.float().bfloat16().double() - scales).detach()
@@ -115,9 +115,9 @@ def test_weights_are_the_nearest_integers_times_the_new_scales(family: str, dtyp
     initial = {name: x.scales.float() for name, x in scales.items()}
     store_scales(scales, layers)
     for layer, integers in zip(layers, first, strict=True):
-        found, size = layer.quantized.integers, layer.quantized.group_size
+        found, size = layer.quantized.integers, layer.quantized.format.group_size
         latent = training.trained[f"{layer.full_name}.weight"] * layer.unit
-        low, high = integer_range(bits, float((integers != 0).float().mean()))
+        low, high = layer.quantized.format.limits(float((integers != 0).float().mean()))
         allowed = torch.tensor([float(x) for x in range(low, high + 1) if x])
         distances = (latent[integers != 0].unsqueeze(1) - allowed).abs()
         chosen = (found[integers != 0].unsqueeze(1) == allowed).nonzero()[:, 1]
@@ -142,9 +142,9 @@ def test_integers_can_change_at_every_width(width: int) -> None:
     config.num_key_value_heads, config.head_dim = 1, 8
     model = AutoModelForCausalLM.from_config(config)
     (block,) = blocks_of(model)
-    quantized = round_to_nearest(block.layer("mlp.up_proj").weight.detach(), 4, 0)
+    quantized = round_to_nearest(block.layer("mlp.up_proj").weight.detach(), IntegerFormat(4, 0))
     block.write("mlp.up_proj", quantized.to_dense())
-    scales = {block.full_name("mlp.up_proj"): Scales(quantized.scales, 4, 0)}
+    scales = {block.full_name("mlp.up_proj"): Scales(quantized.scales, quantized.format)}
     layers = list(rounded_layers(block, scales, {block.full_name("mlp.up_proj.weight")}))
     training = QuantizedParameters({layers[0].parameter: block.layer("mlp.up_proj").weight}, {}, layers)
     adam = model_training(model, 300)
@@ -158,7 +158,9 @@ def test_integers_can_change_at_every_width(width: int) -> None:
 
 def test_no_kept_weight_becomes_zero() -> None:
     """A weight that is trained to 0, from either side, has the integer 1 or -1 of its side."""
-    quantized = Quantized(torch.tensor([[3, -3, 0, 2]], dtype=torch.int8), torch.tensor([[0.5]]).bfloat16(), 4, 0)
+    quantized = Quantized(
+        torch.tensor([[3, -3, 0, 2]], dtype=torch.int8), torch.tensor([[0.5]]).bfloat16(), IntegerFormat(4, 0)
+    )
     assert nearest_kept(torch.tensor([[0.01, -0.01, 9.0, 0.0]]), quantized).tolist() == [[1, -1, 0, 1]]
 
 
@@ -168,9 +170,9 @@ def test_memory_is_what_is_said() -> None:
     (block,) = blocks_of(AutoModelForCausalLM.from_config(config))
     scales = {}
     for name, layer in block.layers.items():
-        quantized = round_to_nearest(layer.weight.detach(), 4, 0)
+        quantized = round_to_nearest(layer.weight.detach(), IntegerFormat(4, 0))
         block.write(name, quantized.to_dense())
-        scales[block.full_name(name)] = Scales(quantized.scales, 4, 0)
+        scales[block.full_name(name)] = Scales(quantized.scales, quantized.format)
     parameters = parameters_of(block)
     layers = list(rounded_layers(block, scales, parameters))
 

@@ -6,24 +6,25 @@ import torch
 from safetensors.torch import save_file
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.methods.rounding import Scales
 from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runs.quantization_file import read_scales, write_scales
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Scales
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
 def test_scales_are_read_as_they_were_written(tmp_path: Path) -> None:
     scales = {
-        NAME: Scales(torch.rand(4, 3).bfloat16(), 4, 64),
-        "model.layers.0.mlp.down_proj.weight": Scales(torch.rand(5, 1).bfloat16(), 8, 0),
+        NAME: Scales(torch.rand(4, 3).bfloat16(), IntegerFormat(4, 64)),
+        "model.layers.0.mlp.down_proj.weight": Scales(torch.rand(5, 1).bfloat16(), IntegerFormat(8, 0)),
     }
     write_scales(tmp_path, scales)
     read = read_scales(tmp_path)
     assert read.keys() == scales.keys()
     for name, expected in scales.items():
         assert torch.equal(read[name].scales, expected.scales)
-        assert (read[name].bits, read[name].group_size) == (expected.bits, expected.group_size)
+        assert read[name].format == expected.format
 
 
 def test_a_folder_without_the_file_has_no_scales(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_damaged_files(tmp_path: Path, tensors: dict[str, torch.Tensor], metadat
 
 
 def test_cut_off_file(tmp_path: Path) -> None:
-    write_scales(tmp_path, {NAME: Scales(torch.rand(4, 3).bfloat16(), 4, 64)})
+    write_scales(tmp_path, {NAME: Scales(torch.rand(4, 3).bfloat16(), IntegerFormat(4, 64))})
     file = tmp_path / SCALES_FILE
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(BadCheckpoint, match="damaged"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal, count_negative_zeros
 from sparsellm.solvers.quantization import CLIPS, DAMPING, gptq, round_compensated, round_to_nearest
 
@@ -40,7 +41,7 @@ def test_gptq_equals_the_direct_formula(bits: int, sparse: bool) -> None:
     weight, gram, keep = problem()
     keep = keep if sparse else torch.ones_like(keep)
     gram = add_diagonal(gram, DAMPING).double()
-    rounded = gptq(weight, gram.float(), bits, 64, mask=keep)
+    rounded = gptq(weight, gram.float(), IntegerFormat(bits, 64), mask=keep)
     current, remaining = weight.double(), list(range(weight.shape[1]))
     for j in sorted(remaining, key=lambda j: -float(gram[j, j])):
         scale = rounded.scales[:, j // 64].double()
@@ -58,7 +59,7 @@ def test_gptq_equals_the_direct_formula(bits: int, sparse: bool) -> None:
 def test_no_single_integer_lowers_the_error(bits: int, sparse: bool) -> None:
     weight, gram, keep = problem()
     keep = keep if sparse else torch.ones_like(keep)
-    rounded = round_compensated(weight, gram, keep, bits=bits, group_size=64)
+    rounded = round_compensated(weight, gram, keep, format=IntegerFormat(bits, 64))
     gram = add_diagonal(gram, DAMPING)
     least, (lowest, largest) = error(rounded.to_dense(), weight, gram), RANGES[bits, sparse]
     assert lowest <= int(rounded.integers.min()) < int(rounded.integers.max()) <= largest
@@ -85,9 +86,9 @@ def test_every_integer_of_the_range_is_used(bits: int, sparse: bool) -> None:
     keep[:, ::64] = keep[:, 1::64] = True
     weight = integers * scales[:, None] * keep
     for rounded in (
-        round_to_nearest(weight, bits, 64, mask=keep),
-        gptq(weight, torch.eye(256), bits, 64, mask=keep),
-        round_compensated(weight, torch.eye(256), keep, bits=bits, group_size=64),
+        round_to_nearest(weight, IntegerFormat(bits, 64), mask=keep),
+        gptq(weight, torch.eye(256), IntegerFormat(bits, 64), mask=keep),
+        round_compensated(weight, torch.eye(256), keep, format=IntegerFormat(bits, 64)),
     ):
         assert torch.equal(rounded.to_dense(), weight)
         assert count_negative_zeros(rounded.to_dense()) == 0
@@ -96,7 +97,7 @@ def test_every_integer_of_the_range_is_used(bits: int, sparse: bool) -> None:
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_the_scale_is_the_best_of_those_tried(bits: int) -> None:
     weight, importance = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)), torch.rand(128)
-    rounded = round_to_nearest(weight, bits, 64, importance=importance)
+    rounded = round_to_nearest(weight, IntegerFormat(bits, 64), importance=importance)
     lowest, largest = RANGES[bits, False]
     for row in range(5):
         for group in range(2):
@@ -112,7 +113,7 @@ def test_the_scale_is_the_best_of_those_tried(bits: int) -> None:
 
 def test_removed_weights_stay_zero_and_errors_are_lower_than_of_nearest() -> None:
     weight, gram, keep = problem()
-    rounded = round_compensated(weight, gram, keep, bits=4, group_size=64)
-    nearest = round_to_nearest(weight, 4, 64, mask=keep)
+    rounded = round_compensated(weight, gram, keep, format=IntegerFormat(4, 64))
+    nearest = round_to_nearest(weight, IntegerFormat(4, 64), mask=keep)
     assert not rounded.integers[~keep].any()
     assert bool((error(rounded.to_dense(), weight, gram) < error(nearest.to_dense(), weight, gram)).all())

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_negative_zeros
-from sparsellm.solvers.quantization import integer_range
+from sparsellm.solvers.quantization import Quantized
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask, unpack_bits
 from sparsellm.sparse.quantization import QuantizedBitmask
@@ -35,12 +36,12 @@ def threads() -> Iterator[None]:
 def random_weight(rows: int, columns: int, bits: int, group_size: int, *, density: float = 0.4) -> QuantizedBitmask:
     """A matrix of which row 1 is empty and row 2 full, with zeros among the kept integers."""
     generator = torch.Generator().manual_seed(rows * columns)
-    least, largest = integer_range(bits, density)
+    least, largest = IntegerFormat(bits, 0).limits(density)
     integers = torch.randint(least, largest + 1, (rows, columns), generator=generator, dtype=torch.int8)
     keep = torch.rand(rows, columns, generator=generator) < density
     keep[1:2], keep[2:3] = False, True
     scales = torch.rand(rows, -(-columns // group_size) if group_size else 1, generator=generator).sub(0.3).bfloat16()
-    return QuantizedBitmask.from_integers(integers * keep, scales, bits=bits, group_size=group_size, keep=keep)
+    return QuantizedBitmask.from_quantized(Quantized(integers * keep, scales, IntegerFormat(bits, group_size)), keep=keep)
 
 
 def check(result: Tensor, x: Tensor, weight: QuantizedBitmask) -> None:
@@ -91,7 +92,7 @@ def test_every_product_is_rounded_as_by_torch() -> None:
     """All products of an integer and one of many scales."""
     integers = torch.arange(-127, 128, dtype=torch.int8).expand(512, -1)
     scales = torch.arange(0, 2**15, 64, dtype=torch.int16).view(torch.bfloat16)[:, None]
-    weight = QuantizedBitmask.from_integers(integers, scales, bits=8, group_size=0)
+    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(8, 0)))
     for name in kernels.instruction_sets():
         kernels.set_instruction_set(name)
         for dtype in DTYPES:
@@ -107,10 +108,11 @@ def test_a_single_product_is_rounded_once(name: str, bits: int) -> None:
     kernels.set_instruction_set(name)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-(2**21), 2**21, (3, 300), generator=generator)
-    least, largest = integer_range(bits, 1)
+    least, largest = IntegerFormat(bits, 0).limits(1)
     numbers = torch.randint(least, largest + 1, (300,), generator=generator)
-    weight = QuantizedBitmask.from_integers(
-        numbers.diag().to(torch.int8), torch.ones(300, 1).bfloat16(), bits=bits, group_size=0, keep=torch.eye(300).bool()
+    weight = QuantizedBitmask.from_quantized(
+        Quantized(numbers.diag().to(torch.int8), torch.ones(300, 1).bfloat16(), IntegerFormat(bits, 0)),
+        keep=torch.eye(300).bool(),
     )
     assert torch.equal(kernels.matmul(x.float(), weight), (x * numbers).float())
 
@@ -121,7 +123,7 @@ def test_long_rows_do_not_overflow(columns: int) -> None:
     """Sums of 32 bits hold a scale's columns even if all products have one sign; beyond, x is multiplied in float32."""
     for bits, number in ((8, 127), (8, -127), (4, 7), (4, -8)):
         integers = torch.full((1, columns), number, dtype=torch.int8)
-        weight = QuantizedBitmask.from_integers(integers, torch.ones(1, 1).bfloat16(), bits=bits, group_size=0)
+        weight = QuantizedBitmask.from_quantized(Quantized(integers, torch.ones(1, 1).bfloat16(), IntegerFormat(bits, 0)))
         for value in (1.9921875, -1.9921875, 1 - 2.0**-22):
             result = kernels.matmul(torch.full((1, columns), value), weight)
             assert math.isclose(float(result), columns * number * value, rel_tol=1e-3)
@@ -171,8 +173,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
             result = kernels.matmul(x, whole)
             for row in range(9):
                 part = slice(row, row + 1)
-                alone = QuantizedBitmask.from_integers(
-                    integers[part], whole.scales[part], bits=bits, group_size=group_size, keep=keep[part]
+                alone = QuantizedBitmask.from_quantized(
+                    Quantized(integers[part], whole.scales[part], IntegerFormat(bits, group_size)), keep=keep[part]
                 )
                 assert torch.equal(kernels.matmul(x, alone), result[:, part])
 

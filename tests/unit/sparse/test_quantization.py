@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.quantization import integer_range
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized
 from sparsellm.sparse.bitmask import GROUP, PADDING, pack_bits
 from sparsellm.sparse.quantization import QuantizedBitmask
 from tests.pairwise import pairwise
@@ -19,7 +20,7 @@ SHAPES = [(1, 1), (3, 63), (4, 64), (5, 65), (7, 200), (2, 512)]
 def integers_of(shape: tuple[int, int], *, bits: int, density: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random integers with zeros among the kept ones, and which are kept."""
     generator = torch.Generator().manual_seed(seed)
-    least, largest = integer_range(bits, density)
+    least, largest = IntegerFormat(bits, 0).limits(density)
     integers = torch.randint(least, largest + 1, shape, dtype=torch.int8, generator=generator)
     keep = torch.rand(shape, generator=generator) < density
     return integers * keep, keep
@@ -45,7 +46,7 @@ def test_decoded_weight_is_scale_times_integer(shape: tuple[int, int], bits: int
     for group_size in (0, 64, 128):
         integers, keep = integers_of(shape, bits=bits, density=density)
         scales = scales_of(shape, group_size)
-        weight = QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=group_size, keep=keep)
+        weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, group_size)), keep=keep)
         assert torch.equal(weight.to_integers(), integers)
         assert torch.equal(weight.to_dense().double(), dense_by_loop(integers, scales, group_size))
         assert torch.equal(weight.integers(), integers[keep])
@@ -57,7 +58,7 @@ def test_decoded_weight_is_scale_times_integer(shape: tuple[int, int], bits: int
 def test_each_word_of_halves_begins_with_a_byte() -> None:
     """The layout that kernels read, by a slow formula."""
     integers, keep = integers_of((6, 200), bits=4, density=0.5)
-    weight = QuantizedBitmask.from_integers(integers, scales_of((6, 200), 64), bits=4, group_size=64, keep=keep)
+    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales_of((6, 200), 64), IntegerFormat(4, 64)), keep=keep)
     expected: list[int] = []
     starts = [0]
     for row in range(6):
@@ -74,7 +75,7 @@ def test_each_word_of_halves_begins_with_a_byte() -> None:
 
 def test_eight_bits_take_a_byte_each() -> None:
     integers, keep = integers_of((3, 70), bits=8, density=0.5)
-    weight = QuantizedBitmask.from_integers(integers, scales_of((3, 70), 0), bits=8, group_size=0, keep=keep)
+    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales_of((3, 70), 0), IntegerFormat(8, 0)), keep=keep)
     assert weight.values.dtype is torch.int8
     assert weight.values.tolist() == [*integers[keep].tolist(), *[0] * PADDING]
     assert weight.row_starts.tolist() == [0, *keep.sum(1).cumsum(0).tolist()]
@@ -86,11 +87,9 @@ def test_random_weights(data: Any) -> None:
     bits, group_size = data.draw(st.sampled_from(BITS)), data.draw(st.sampled_from((0, 64, 192, 512)))
     integers, keep = integers_of(shape, bits=bits, density=data.draw(st.floats(0, 1)), seed=data.draw(st.integers(0, 99)))
     scales = scales_of(shape, group_size)
-    weight = QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=group_size, keep=keep)
+    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, group_size)), keep=keep)
     assert torch.equal(weight.to_integers(), integers)
-    again = QuantizedBitmask.from_parts(
-        weight.mask, weight.integers(), scales, columns=shape[1], bits=bits, group_size=group_size
-    )
+    again = QuantizedBitmask.from_parts(weight.mask, weight.integers(), scales, columns=shape[1], format=weight.format)
     assert torch.equal(again.values, weight.values)
 
 
@@ -105,4 +104,4 @@ def test_random_weights(data: Any) -> None:
 def test_impossible_formats(bits: int, group_size: int, scales: tuple[int, int], message: str) -> None:
     integers = torch.zeros(2, 100, dtype=torch.int8)
     with pytest.raises(InvalidSetting, match=message):
-        QuantizedBitmask.from_integers(integers, torch.ones(scales).bfloat16(), bits=bits, group_size=group_size)
+        QuantizedBitmask.from_quantized(Quantized(integers, torch.ones(scales).bfloat16(), IntegerFormat(bits, group_size)))

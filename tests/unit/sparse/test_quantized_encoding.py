@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.quantization import bits_per_weight, group_count, integer_range, round_to_nearest
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized, round_to_nearest
 from sparsellm.sparse.parts import PARTS
 from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
@@ -26,18 +27,18 @@ def random_weight(random: Random) -> QuantizedBitmask:
     """A weight of any shape, format and density, with zeros among the kept integers, and rows that are empty or full."""
     shape, bits, group_size = random.choice(SHAPES), random.choice((8, 4, 3)), random.choice((0, 64, 128))
     generator = torch.Generator().manual_seed(random.randrange(2**32))
-    least, largest = integer_range(bits, random.choice((0, 1)))
+    least, largest = IntegerFormat(bits, 0).limits(random.choice((0, 1)))
     integers = torch.randint(least, largest + 1, shape, dtype=torch.int8, generator=generator)
     keep = torch.rand(shape, generator=generator) >= random.choice([0, 0, 0.3, 0.5, 0.7, 0.9, 0.99, 1])
     if random.random() < 0.3:
         keep[random.randrange(shape[0])] = random.choice([False, True])
-    scales = torch.randn(shape[0], group_count(shape[1], group_size), generator=generator).bfloat16()
-    return QuantizedBitmask.from_integers(integers * keep, scales, bits=bits, group_size=group_size, keep=keep)
+    scales = torch.randn(shape[0], IntegerFormat(bits, group_size).groups(shape[1]), generator=generator).bfloat16()
+    return QuantizedBitmask.from_quantized(Quantized(integers * keep, scales, IntegerFormat(bits, group_size)), keep=keep)
 
 
 def decoded(parts: dict[str, Tensor], weight: QuantizedBitmask) -> QuantizedBitmask:
     """What the parts of a weight decode to."""
-    return decode_quantized(parts, weight.shape, torch.bfloat16, bits=weight.bits, group_size=weight.group_size)
+    return decode_quantized(parts, weight.shape, torch.bfloat16, weight.format)
 
 
 @settings(max_examples=500, derandomize=True, database=None, deadline=None)
@@ -54,7 +55,7 @@ def test_every_integer_and_scale_survives(random: Random) -> None:
         assert torch.equal(again.scales, weight.scales)
         has_mask = not parts.keys().isdisjoint({"weight_mask", "weight_mask_deflated", "weight_groups"})
         assert has_mask or again.kept == weight.shape[0] * weight.shape[1]
-        if has_mask and weight.bits == 3:
+        if has_mask and weight.format.bits == 3:
             assert again.kept == int(weight.to_integers().count_nonzero())
         elif has_mask:
             assert torch.equal(again.mask, weight.mask)
@@ -74,7 +75,7 @@ def test_parts_are_as_documented() -> None:
         3: [0b111, 0b101, 0b110],  # planes of 4 - 1, 5 and 7; the kept 0 is not stored
     }
     for bits, numbers in expected.items():
-        weight = QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=0, keep=keep)
+        weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, 0)), keep=keep)
         assert {name: part.tolist() for name, part in encode_quantized(weight).items()} == {
             "weight": numbers,
             "weight_groups": [1, 0, 2],
@@ -91,13 +92,13 @@ def test_sizes_are_those_of_the_formula(bits: int, density: float) -> None:
     weight = torch.randn(256, 1024, generator=generator)
     keep = torch.rand(weight.shape, generator=generator) < density
     group_size = 0 if bits == 8 else 128
-    rounded = round_to_nearest(weight, bits, group_size, mask=keep)
+    rounded = round_to_nearest(weight, IntegerFormat(bits, group_size), mask=keep)
     if density < 1:
         keep = rounded.integers != 0
         density = float(keep.float().mean())
-    quantized = QuantizedBitmask.from_integers(rounded.integers, rounded.scales, bits=bits, group_size=group_size, keep=keep)
+    quantized = QuantizedBitmask.from_quantized(rounded, keep=keep)
     stored = 8 * size(encode_quantized(quantized)) / weight.numel()
-    assert stored == pytest.approx(bits_per_weight(density, bits, group_size, 1024), rel=0.01)
+    assert stored == pytest.approx(rounded.format.bits_per_weight(density, 1024), rel=0.01)
     assert 8 * size(encode_quantized(quantized, archive=True)) / weight.numel() < stored
 
 
@@ -115,8 +116,8 @@ def test_damaged_parts_are_refused_or_decode_to_a_weight(random: Random) -> None
         assert "\n" not in text
     else:
         assert again.to_dense().shape == weight.shape
-        assert -(2 ** (weight.bits - 1)) <= int(again.to_integers().min())
-        assert int(again.to_integers().max()) <= 2 ** (weight.bits - 1) - (weight.bits != 3)
+        assert -(2 ** (weight.format.bits - 1)) <= int(again.to_integers().min())
+        assert int(again.to_integers().max()) <= 2 ** (weight.format.bits - 1) - (weight.format.bits != 3)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +131,8 @@ def test_damaged_parts_are_refused_or_decode_to_a_weight(random: Random) -> None
     ],
 )
 def test_damage_is_one_message(changes: dict[str, Any], message: str) -> None:
-    weight = QuantizedBitmask.from_integers(
-        torch.tensor([[1], [2]], dtype=torch.int8), torch.ones(2, 1).bfloat16(), bits=4, group_size=0
+    weight = QuantizedBitmask.from_quantized(
+        Quantized(torch.tensor([[1], [2]], dtype=torch.int8), torch.ones(2, 1).bfloat16(), IntegerFormat(4, 0))
     )
     parts = encode_quantized(weight) | {name: torch.tensor(part, dtype=torch.uint8) for name, part in changes.items()}
     with pytest.raises(BadCheckpoint, match=message):
@@ -145,7 +146,7 @@ def test_damage_is_one_message(changes: dict[str, Any], message: str) -> None:
 def test_integers_outside_of_the_range_are_refused(bits: int, stored: dict[str, list[int]], message: str) -> None:
     """Those of 3 bits can only stand in an archive, where they take 4."""
     integers = torch.tensor([[1], [2]], dtype=torch.int8)
-    weight = QuantizedBitmask.from_integers(integers, torch.ones(2, 1).bfloat16(), bits=bits, group_size=0)
+    weight = QuantizedBitmask.from_quantized(Quantized(integers, torch.ones(2, 1).bfloat16(), IntegerFormat(bits, 0)))
     parts = encode_quantized(weight)
     for name, part in stored.items():
         content = zlib.compress(bytes(part)) if name == "weight_deflated" else bytes(part)

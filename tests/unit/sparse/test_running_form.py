@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows
@@ -35,7 +37,9 @@ def packed(form: torch.dtype | int) -> Weight:
     if isinstance(form, torch.dtype):
         return Bitmask.from_dense((torch.ones(ROWS, COLUMNS) * keep).to(form))
     integers = keep.to(torch.int8)
-    return QuantizedBitmask.from_integers(integers, torch.ones(ROWS, 2).bfloat16(), bits=form, group_size=64, keep=keep)
+    return QuantizedBitmask.from_quantized(
+        Quantized(integers, torch.ones(ROWS, 2).bfloat16(), IntegerFormat(form, 64)), keep=keep
+    )
 
 
 def layer_of(weight: Weight) -> PackedLinear:
@@ -272,7 +276,7 @@ def test_other_misuse_is_refused() -> None:
             kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, scales=scales))
     for size in (63, -64, 2**31, 2**63):
         with pytest.raises(InvalidSetting, match="`group_size` must be a multiple of 64"):
-            kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, group_size=size))
+            kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, format=IntegerFormat(8, size)))
     with pytest.raises(InvalidSetting, match="`values` of a packed matrix is int8"):
         kernels.matmul(torch.ones(1, COLUMNS), Bitmask(quantized.shape, quantized.mask, quantized.values, quantized.row_starts))
     with pytest.raises(InvalidSetting, match="`dtype` got torch"):
