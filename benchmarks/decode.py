@@ -40,7 +40,6 @@ from sparsellm.runs.decoding import (
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
-from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 FILE = MEASURED / "decode.json"
@@ -155,13 +154,13 @@ def one_block(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def packed(one: nn.Module, make: Callable[[Tensor], Bitmask | QuantizedBitmask]) -> nn.Module:
+def packed(one: nn.Module, make: Callable[[Tensor], Bitmask]) -> nn.Module:
     """The model with packed weights in place of all matrices of linear layers."""
     result = sharing_copy(one)
     for name, layer in list(result.named_modules()):
         if isinstance(layer, nn.Linear):
             weight = make(layer.weight)
-            if isinstance(weight, QuantizedBitmask):
+            if weight.format is not None:
                 module: nn.Module = QuantizedLinear.from_bitmask(weight, layer.bias, dtype=torch.bfloat16)
             else:
                 module = PackedLinear(layer.in_features, layer.out_features, False, dtype=torch.bfloat16)

@@ -32,7 +32,6 @@ from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows, matmul
-from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 FILE = MEASURED / "gpu-products.json"
@@ -88,10 +87,10 @@ def measure_integers(weight: Tensor, inputs: dict[int, Tensor]) -> dict[str, Any
     return {"bytes": layer.quantized.nbytes, "seconds": seconds}
 
 
-def quantized(weight: Tensor, keep: Tensor) -> QuantizedBitmask:
+def quantized(weight: Tensor, keep: Tensor) -> Bitmask:
     """The kept weights rounded to nearest."""
     rounded = round_to_nearest(weight, IntegerFormat.default(BITS, float(keep.float().mean())), mask=keep)
-    return QuantizedBitmask.from_quantized(rounded, keep)
+    return Bitmask.from_quantized(rounded, keep)
 
 
 def whole_model(device: torch.device, config: PreTrainedConfig = decode.SHAPES[decode.RACED]) -> dict[str, float]:

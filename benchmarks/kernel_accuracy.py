@@ -24,7 +24,7 @@ from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse import kernels
-from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.bitmask import Bitmask
 
 FILE = MEASURED / "kernel-accuracy.json"
 MODELS = ("demo:opt", "demo:llama", "wt2-opt", "wt2-llama")
@@ -35,7 +35,7 @@ SEQUENCES, LENGTH, CHARACTERS = 16, 256, 30_000
 class KernelLinear(nn.Module):
     """A linear layer whose every token is multiplied by the kernels."""
 
-    def __init__(self, weight: QuantizedBitmask, bias: Tensor | None) -> None:
+    def __init__(self, weight: Bitmask, bias: Tensor | None) -> None:
         super().__init__()
         self.quantized, self.bias = weight, bias
 
@@ -71,7 +71,7 @@ def quantized(model: nn.Module, bits: int, form: str) -> nn.Module:
         weight = layer.weight.detach().float()
         keep = weight.abs() > weight.abs().flatten().kthvalue(weight.numel() // 2).values
         rounded = round_to_nearest(weight, IntegerFormat.default(bits, 0.5), mask=keep)
-        packed = QuantizedBitmask.from_quantized(rounded, keep)
+        packed = Bitmask.from_quantized(rounded, keep)
         if form == "kernels":
             result.set_submodule(name, KernelLinear(packed, None if layer.bias is None else layer.bias.detach()))
         else:

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
 from statistics import median
-from typing import TypeVar
 
 import torch
 from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
@@ -25,14 +24,12 @@ from sparsellm.solvers.integers import BITS_OF, IntegerFormat
 from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse import kernels, memory_reads
 from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.quantization import QuantizedBitmask
 
 FILE = MEASURED / "kernel-speed.json"
 ROWS, COLUMNS = 5632, 2048
 SPARSITIES, FORMS = (0.5, 0.7, 0.9), ("bfloat16", "int8", "int4")
 TOKENS, THREADS = (1, 4, 8), (1, 2)
 COPIES, ROUNDS = 24, 9
-Packed = TypeVar("Packed", Bitmask, QuantizedBitmask)
 
 
 def measure() -> None:
@@ -62,17 +59,17 @@ def products() -> list[tuple[float, str]]:
     return list(itertools.product(SPARSITIES, FORMS))
 
 
-def pack(weight: Tensor, sparsity: float, form: str) -> Bitmask | QuantizedBitmask:
+def pack(weight: Tensor, sparsity: float, form: str) -> Bitmask:
     """The weight without its smallest numbers, in a form."""
     size = weight.abs().flatten()
     pruned = weight.masked_fill(weight.abs() <= size.kthvalue(int(sparsity * len(size))).values, 0)
     if form == "bfloat16":
         return Bitmask.from_dense(pruned)
     rounded = round_to_nearest(pruned, IntegerFormat.default(BITS_OF[form], 1 - sparsity), mask=pruned != 0)
-    return QuantizedBitmask.from_quantized(rounded, pruned != 0)
+    return Bitmask.from_quantized(rounded, pruned != 0)
 
 
-def copy(weight: Packed) -> Packed:
+def copy(weight: Bitmask) -> Bitmask:
     """A copy in memory of its own."""
     parts = {field.name: getattr(weight, field.name) for field in fields(weight)}
     return replace(weight, **{name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)})

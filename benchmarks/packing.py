@@ -30,9 +30,8 @@ from sparsellm.runs.packed_values import NearestIntegers, quantize
 from sparsellm.runs.report import load_report
 from sparsellm.solvers.integers import BITS_OF
 from sparsellm.solvers.quantization import Quantized
+from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.encoding import decode, encode
-from sparsellm.sparse.quantization import QuantizedBitmask
-from sparsellm.sparse.quantized_encoding import encode_quantized
 
 FILE = MEASURED / "packing.json"
 MODELS = ("demo:opt", "demo:llama")
@@ -139,9 +138,9 @@ def quantized_bits(weights: Mapping[str, Tensor], values: str) -> dict[str, floa
     total, count = dict.fromkeys(("plain", "archive", "formula", "with zeros"), 0.0), 0
     for name, weight in weights.items():
         matrix, _ = quantize(name, weight, NearestIntegers(values, None))
-        parts = {form: encode_quantized(matrix, form == "archive") for form in ("plain", "archive")}
+        parts = {form: encode(matrix, form == "archive") for form in ("plain", "archive")}
         rounded = Quantized(matrix.to_integers(), matrix.scales, matrix.format)
-        parts["with zeros"] = encode_quantized(QuantizedBitmask.from_quantized(rounded, weight != 0))
+        parts["with zeros"] = encode(Bitmask.from_quantized(rounded, weight != 0))
         for form, stored in parts.items():
             total[form] += 8 * sum(part.numel() for part in stored.values())
         density = matrix.kept / weight.numel()

@@ -41,8 +41,6 @@ from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
 from sparsellm.sparse.packed_checkpoint import PackedTensor, read_packed
-from sparsellm.sparse.packed_tensors import PackedMatrix
-from sparsellm.sparse.quantization import QuantizedBitmask
 from tests.fuzzing import TooSlow, limited
 from tests.meter import start_peak, status_of
 from tests.packed_changes import Weights, agree, bomb, changed_file, changed_tensor
@@ -236,10 +234,10 @@ def load_state(base: Base, random: Random) -> None:
     check_layers(model)
 
 
-def matrices() -> list[PackedMatrix]:
+def matrices() -> list[Bitmask]:
     """Matrices of every form and of odd sizes."""
     torch.manual_seed(0)
-    made: list[PackedMatrix] = []
+    made: list[Bitmask] = []
     for rows, columns in ((1, 1), (5, 70), (9, 200), (3, 64)):
         keep = torch.rand(rows, columns) < 0.5
         keep[-1, -1] = True
@@ -248,7 +246,7 @@ def matrices() -> list[PackedMatrix]:
             scales = torch.rand(rows, 1 if not group_size else -(-columns // group_size)).bfloat16()
             integers = torch.randint(-4, 4, (rows, columns), dtype=torch.int8) * keep
             rounded = Quantized(integers, scales, IntegerFormat(bits, group_size))
-            made.append(QuantizedBitmask.from_quantized(rounded, keep))
+            made.append(Bitmask.from_quantized(rounded, keep))
     return made
 
 
@@ -260,17 +258,17 @@ def misaligned(tensor: Tensor) -> Tensor:
     return torch.frombuffer(memory.numpy(), dtype=tensor.dtype, offset=1).view(tensor.shape) if len(content) else tensor
 
 
-def call_kernels(weights: list[PackedMatrix], random: Random) -> None:
+def call_kernels(weights: list[Bitmask], random: Random) -> None:
     """Call a function of the kernels, with or without a wrong argument."""
     weight = random.choice(weights)
     rows, columns = weight.shape
     tokens = random.choice((0, 1, 2, 3, 8, 9, 16, 17, 40))
     x = torch.randn(tokens, columns).to(random.choice(DTYPES))
     bias = torch.randn(rows).to(x.dtype) if random.random() < 0.7 else None
-    quantized = isinstance(weight, QuantizedBitmask)
+    quantized = weight.format is not None
     named: dict[str, Any] = {"mask": weight.mask, "values": weight.values, "row_starts": weight.row_starts, "x": x}
     named |= {"bias": bias, "out": None, "scales": getattr(weight, "scales", None), "columns": columns}
-    named["group_size"] = weight.format.group_size if isinstance(weight, QuantizedBitmask) else 0
+    named["group_size"] = weight.format.group_size if weight.format else 0
     dense = weight.to_dense()
     if random.random() < 0.5:
         named["out"] = torch.empty_like(dense)
@@ -303,9 +301,8 @@ def call_kernels(weights: list[PackedMatrix], random: Random) -> None:
             compare(result, x, dense, bias, quantized)
         return
     shape = len(named["mask"]), named["columns"]
-    made: PackedMatrix = Bitmask(shape, *parts)
-    if quantized:
-        made = QuantizedBitmask(shape, *parts, named["scales"], IntegerFormat(weight.format.bits, named["group_size"]))
+    form = None if weight.format is None else IntegerFormat(weight.format.bits, named["group_size"])
+    made = Bitmask(shape, *parts, named["scales"], form)
     start, stop = sorted(random.choices(range(-1, rows + 2), k=2))
     rows_of = random.random() < 0.5 and named["out"] is None
     result = kernels.decode(made, start, stop, out=None) if rows_of else kernels.decode(made, out=named["out"])
@@ -345,7 +342,7 @@ def run_layers(base: Base, changed: Weights) -> None:
         run_layer(packed[key], packed[key].decode(parts))
 
 
-def run_layer(tensor: PackedTensor, matrix: PackedMatrix) -> None:
+def run_layer(tensor: PackedTensor, matrix: Bitmask) -> None:
     """Compute with a matrix as a layer does, which is built as for transformers."""
     if matrix.shape[1] > 2**12:
         return
@@ -374,7 +371,7 @@ def load_layer(base: Base, random: Random) -> None:
     check_layers(layer)
 
 
-def show(base: Base, number: int, run: Run, weights: list[PackedMatrix]) -> None:
+def show(base: Base, number: int, run: Run, weights: list[Bitmask]) -> None:
     """Show one changed model to the ways in."""
     random = Random(number)
     content, changed = changed_file(base.content, random, base.buffers)

@@ -18,7 +18,7 @@ from sparsellm.runs.packed_documents import Source
 from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Quantized, Scales, round_to_nearest
-from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.bitmask import Bitmask
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def format_of(values: Values, density: float) -> IntegerFormat:
     return values.format if isinstance(values, Scales) else IntegerFormat.parse(values.name, values.group_size, density)
 
 
-def quantize(name: str, tensor: Tensor, values: Values) -> tuple[QuantizedBitmask, PackedEntry]:
+def quantize(name: str, tensor: Tensor, values: Values) -> tuple[Bitmask, PackedEntry]:
     """Return the matrix of a tensor, and what is stored of it besides; raise BadCheckpoint if its scales do not fit."""
     entry = PackedEntry(tuple(tensor.shape), dtype_name(tensor.dtype), "", transposed=values.transposed)
     quantized = values.quantized(entry.matrix_of(tensor))
@@ -60,7 +60,7 @@ def quantize(name: str, tensor: Tensor, values: Values) -> tuple[QuantizedBitmas
             f"Remove {SCALES_FILE} to pack the weights as they are."
         )
     # A kept weight that is rounded to 0 is removed: with an integer it would be the same number in more bits.
-    matrix = QuantizedBitmask.from_quantized(quantized, quantized.integers != 0)
+    matrix = Bitmask.from_quantized(quantized, quantized.integers != 0)
     return matrix, replace(entry, **vars(quantized.format))
 
 

@@ -23,7 +23,7 @@ from sparsellm.runs.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Scales
-from sparsellm.sparse.quantized_encoding import decode_scales
+from sparsellm.sparse.integer_encoding import decode_scales
 
 _METADATA = "sparsellm"
 _SUFFIX = "_scale"

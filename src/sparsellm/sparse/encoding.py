@@ -1,4 +1,4 @@
-r"""The stored form of a pruned weight: its kept values with coded exponents, and its mask, without loss of a bit.
+r"""The stored form of a pruned weight: its mask and its kept values, without loss of a bit; `integer_encoding` has integers.
 
 A number whose bits are all zero is removed; -0.0 is kept. The bits of a kept number are divided into a byte `exponent` and
 the rest: for bfloat16 and float16 :math:`\lfloor \mathrm{bits} / 2^7 \rfloor \bmod 2^8` (for float16 that includes three bits
@@ -29,7 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of, starts_of_rows
+from sparsellm.sparse.integer_encoding import decode_integers, decode_scales, encode_integers
 from sparsellm.sparse.parts import (
     Bytes,
     decode_mask,
@@ -52,16 +54,18 @@ _CHUNK = 2**17
 """Numbers that are decoded at a time, so that intermediate results stay in the processor's cache."""
 
 
-def encode(weight: Tensor, archive: bool = False) -> dict[str, Tensor]:
+def encode(weight: Tensor | Bitmask, archive: bool = False) -> dict[str, Tensor]:
     """Encode a weight. Time and memory are proportional to its size.
 
     Args:
-        weight: (out, in), bfloat16, float16 or float32, not empty.
-        archive: Compress mask and exponents further. Decoding takes longer.
+        weight: (out, in), bfloat16, float16 or float32, not empty; or a matrix of integers.
+        archive: Compress further. Decoding takes longer.
 
     Returns:
         The parts that are not empty, by name; `weight` always.
     """
+    if isinstance(weight, Bitmask):
+        return stored_tensors(encode_integers(weight, archive))
     integers = bits_of(weight.detach().cpu()).numpy().reshape(-1)
     bits: NDArray[np.unsignedinteger] = integers.view(np.uint32 if integers.itemsize == 4 else np.uint16)
     keep = bits != 0
@@ -74,30 +78,38 @@ def encode(weight: Tensor, archive: bool = False) -> dict[str, Tensor]:
     return stored_tensors(parts)
 
 
-def decode(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Bitmask:
+def decode(
+    parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, format: IntegerFormat | None = None
+) -> Bitmask:
     """Decode what `encode` returned. Every length is checked before anything is indexed.
 
     Args:
         parts: The parts by name.
         shape: (out, in).
-        dtype: bfloat16, float16 or float32.
+        dtype: bfloat16, float16 or float32: the dtype of the weight as an ordinary tensor.
+        format: The format of integers; None for floating-point values.
 
     Returns:
         The weight, whose numbers have the same bits as before.
 
     Raises:
-        BadCheckpoint: A part has the wrong dtype, shape or length, or contradicts another one.
+        BadCheckpoint: A part has the wrong dtype, shape or length, contradicts another one, or holds impossible numbers.
     """
     stored = stored_bytes(parts, shape, dtype)
-    mask = decode_mask(stored, shape[0] * shape[1])
+    masked = format is None or bool(stored.keys() & {"weight_mask", "weight_mask_deflated", "weight_groups"})
+    ones = np.ones(0 if masked else shape[0] * shape[1], dtype=np.bool_)
+    mask = decode_mask(stored, shape[0] * shape[1]) if masked else np.packbits(ones, bitorder="little")
     kept = int(np.bitwise_count(mask).sum(dtype=np.int64))
+    if format is not None:
+        integers = torch.from_numpy(decode_integers(stored, format, kept, masked=masked))
+        scales = decode_scales(stored, shape, format)
+        rows = torch.from_numpy(mask_in_rows(mask, shape))
+        return Bitmask.from_parts(rows, integers, shape[1], scales=scales, format=format)
     exponents = _read_exponents(stored, kept)
     rest = read_part(stored, "weight", kept * (3 if dtype == torch.float32 else 1), exact=False)
     values = _join(rest, exponents, kept, dtype=dtype)
-    rows = mask_in_rows(mask, shape)
-    row_starts = np.zeros(shape[0] + 1, dtype=np.int64)
-    np.cumsum(np.bitwise_count(rows).sum(1, dtype=np.int64), out=row_starts[1:])
-    return Bitmask(shape, torch.from_numpy(rows), values, torch.from_numpy(row_starts))
+    rows = torch.from_numpy(mask_in_rows(mask, shape))
+    return Bitmask(shape, rows, values, starts_of_rows(rows, None))
 
 
 def _rest(kept: NDArray[np.unsignedinteger]) -> Bytes:

@@ -16,7 +16,6 @@ from sparsellm.sparse.kernel_library import available as available
 from sparsellm.sparse.kernel_library import instruction_sets as instruction_sets
 from sparsellm.sparse.kernel_library import set_instruction_set as set_instruction_set
 from sparsellm.sparse.parts import DTYPES
-from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.running_form import check_layout, check_tensor, is_aligned
 
 MAX_TOKENS = 16
@@ -33,7 +32,7 @@ TILE = 2**20
 """Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
 
 
-def matmul(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
     """Multiply tokens by a matrix: x Wᵀ + bias, with sums in float32.
 
     The bits of the result do not depend on the number of threads. With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
@@ -54,9 +53,9 @@ def matmul(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None = 
     Raises:
         InvalidSetting: Shapes do not match, or a gradient is asked for.
     """
-    scales, group_size = (weight.scales, weight.format.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
+    group_size = weight.format.group_size if weight.format else 0
     parts = weight.mask, weight.values, weight.row_starts
-    return packed_linear(x, *parts, columns=weight.shape[1], scales=scales, group_size=group_size, bias=bias)
+    return packed_linear(x, *parts, columns=weight.shape[1], scales=weight.scales, group_size=group_size, bias=bias)
 
 
 def packed_linear(
@@ -74,11 +73,11 @@ def packed_linear(
 
     Args:
         x: (..., in) float32, bfloat16 or float16.
-        mask: The bits of a `Bitmask` or a `QuantizedBitmask`.
+        mask: The bits of a `Bitmask`.
         values: Its values.
         row_starts: The positions of its rows.
         columns: in.
-        scales: (out, groups) bfloat16 scales of a `QuantizedBitmask`.
+        scales: (out, groups) bfloat16 scales; None if the values are no integers.
         group_size: Columns that share a scale; 0 for whole rows.
         bias: (out,) of x's dtype.
 
@@ -186,7 +185,7 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def decode(
-    weight: Bitmask | QuantizedBitmask,
+    weight: Bitmask,
     start: int = 0,
     stop: int | None = None,
     *,
@@ -199,7 +198,7 @@ def decode(
         weight: The (out, in) matrix.
         start: The first row.
         stop: The row behind the last one; None for all.
-        dtype: The dtype to which a quantized matrix is rounded, float32 by default. A `Bitmask` has its own.
+        dtype: The dtype to which scales times integers are rounded, float32 by default. Other values have their own.
         out: (stop - start, in) of that dtype, contiguous, to write to.
 
     Returns:
@@ -213,7 +212,7 @@ def decode(
     stop = weight.shape[0] if stop is None else stop
     if not 0 <= start <= stop <= weight.shape[0]:
         raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
-    scales, group_size = (weight.scales, weight.format.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
+    scales, group_size = weight.scales, weight.format.group_size if weight.format else 0
     dtype = weight.values.dtype if scales is None else dtype or torch.float32
     if dtype not in DTYPES:
         raise InvalidSetting(f"`dtype` got {dtype}; float32, bfloat16 or float16 is needed.")
@@ -240,14 +239,12 @@ def decode(
     return dense
 
 
-def _decode_tiles(weight: Bitmask | QuantizedBitmask, start: int, out: Tensor) -> Tensor:
+def _decode_tiles(weight: Bitmask, start: int, out: Tensor) -> Tensor:
     """Decode rows from a first one on by torch, a tile at a time: on the way a number takes several times its size."""
     step = max(1, TILE // weight.mask.shape[1] // 8) if weight.mask.shape[1] else len(out) or 1
     for first in range(0, len(out), step):
-        rows = start + first, min(start + first + step, start + len(out))
-        out[first : first + step] = (
-            weight.to_dense(*rows, dtype=out.dtype) if isinstance(weight, QuantizedBitmask) else weight.to_dense(*rows)
-        )
+        stop = min(first + step, len(out))
+        out[first:stop] = weight.to_dense(start + first, start + stop, dtype=out.dtype)
     return out
 
 
@@ -293,23 +290,20 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
-def _matrix(
-    shape: tuple[int, int], parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int
-) -> Bitmask | QuantizedBitmask:
+def _matrix(shape: tuple[int, int], parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int) -> Bitmask:
     """Return the matrix of a mask, values and positions of rows, and of scales if the values are integers."""
-    if scales is None:
-        return Bitmask(shape, *parts)
-    return QuantizedBitmask(shape, *parts, scales, IntegerFormat(8 if parts[1].dtype is torch.int8 else 4, group_size))
+    bits = 8 if parts[1].dtype is torch.int8 else 4
+    return Bitmask(shape, *parts, scales, None if scales is None else IntegerFormat(bits, group_size))
 
 
-def _multiply_tiles(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None) -> Tensor:
+def _multiply_tiles(x: Tensor, weight: Bitmask, bias: Tensor | None) -> Tensor:
     """Multiply tokens by decoded rows, a tile at a time."""
     if load_library() is None and x.is_cpu:
         warn_missing()
     rows, columns = weight.shape
     step = max(1, TILE // max(columns, 1))
     tokens = x.reshape(-1, columns)
-    stored = x.dtype if isinstance(weight, QuantizedBitmask) else weight.values.dtype
+    stored = weight.values.dtype if weight.scales is None else x.dtype
     dtype = torch.promote_types(x.dtype, stored)
     out = x.new_empty((len(tokens), rows))
     tokens = tokens.to(dtype)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting
+from sparsellm.solvers.integers import MASK_WORD
 from sparsellm.sparse import csr_triton
-from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
+from sparsellm.sparse.bitmask import PADDING, Bitmask
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.kernels import PASS, dense_matmul, matmul, multiply
 from sparsellm.sparse.kernels import decode as decode_rows
 from sparsellm.sparse.parts import PARTS
-from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.running_form import check_numbers
 
 RUNNING = ("mask", "values", "row_starts")
@@ -67,7 +67,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
-        width = -(-in_features // GROUP) * GROUP // 8
+        width = -(-in_features // MASK_WORD) * MASK_WORD // 8
         self.register_buffer("mask", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
         self.register_buffer("values", torch.zeros(kept + PADDING, dtype=dtype, device=device))
         self.register_buffer("row_starts", torch.zeros(out_features + 1, dtype=torch.int64, device=device))
@@ -111,7 +111,7 @@ class PackedLinear(nn.Module):
             check_numbers(self._unchecked())
             self._checked = True
 
-    def _unchecked(self) -> Bitmask | QuantizedBitmask:
+    def _unchecked(self) -> Bitmask:
         """Return the weight, of which nothing may be read before it is checked."""
         return Bitmask((self.out_features, self.in_features), self.mask, self.values, self.row_starts)
 

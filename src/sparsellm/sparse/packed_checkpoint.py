@@ -13,8 +13,9 @@ from torch import Tensor
 from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
 from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
 from sparsellm.errors import BadCheckpoint
+from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
-from sparsellm.sparse.packed_tensors import PackedMatrix, decode_matrix
+from sparsellm.sparse.packed_tensors import decode_matrix
 from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 DENSE = 0.9
@@ -50,7 +51,7 @@ class PackedTensor:
         kind = PackedLinear if integers is None else partial(QuantizedLinear, format=integers)
         return kind(inputs, outputs, False, kept=self.size, transposed=transposed, dtype=dtype, device="meta")
 
-    def decode(self, stored: Mapping[str, Tensor]) -> PackedMatrix:
+    def decode(self, stored: Mapping[str, Tensor]) -> Bitmask:
         """Decode its parts, given by stored name, as a matrix."""
         parts = {part: stored[name] for part, name in self.parts.items()}
         try:

@@ -17,10 +17,6 @@ from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.parts import PARTS
-from sparsellm.sparse.quantization import QuantizedBitmask
-from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
-
-PackedMatrix = Bitmask | QuantizedBitmask
 
 SPARSE = 0.1
 """Fraction of zeros from which a matrix is packed for running. With fewer, decoding costs more time than its bytes."""
@@ -49,7 +45,7 @@ def estimated_bytes(numel: int, removed: int, dtype: str) -> int:
     return min(dense, math.ceil((numel * mask_bits(sparsity) + (numel - removed) * value) / 8))
 
 
-def encode_tensor(name: str, tensor: Tensor | QuantizedBitmask, archive: bool = False) -> dict[str, Tensor]:
+def encode_tensor(name: str, tensor: Tensor | Bitmask, archive: bool = False) -> dict[str, Tensor]:
     """Encode a tensor of two or more dimensions, all but the last one of which are its rows, or a quantized matrix.
 
     Args:
@@ -60,33 +56,26 @@ def encode_tensor(name: str, tensor: Tensor | QuantizedBitmask, archive: bool = 
     Returns:
         The parts by the names under which they are stored: that of the tensor in place of `weight`.
     """
-    if isinstance(tensor, QuantizedBitmask):
-        parts = encode_quantized(tensor, archive)
-    else:
-        parts = encode(tensor.reshape(-1, tensor.shape[-1]), archive)
+    parts = encode(tensor if isinstance(tensor, Bitmask) else tensor.reshape(-1, tensor.shape[-1]), archive)
     return {name + part.removeprefix("weight"): encoded for part, encoded in parts.items()}
 
 
-def decode_matrix(parts: Mapping[str, Tensor], entry: PackedEntry) -> PackedMatrix:
+def decode_matrix(parts: Mapping[str, Tensor], entry: PackedEntry) -> Bitmask:
     """Decode the matrix of a packed tensor from its parts by name.
 
     Raises:
         BadCheckpoint: A part is damaged.
     """
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    if entry.integers is None:
-        return decode(parts, entry.matrix, dtype)
-    return decode_quantized(parts, entry.matrix, dtype, entry.integers)
+    return decode(parts, entry.matrix, getattr(torch, entry.dtype), entry.integers)
 
 
-def dense_tensor(matrix: PackedMatrix, entry: PackedEntry) -> Tensor:
+def dense_tensor(matrix: Bitmask, entry: PackedEntry) -> Tensor:
     """Return the tensor that a matrix was encoded of, in its dtype; of a quantized one, as it is once it is rounded."""
-    dtype: torch.dtype | None = getattr(torch, entry.dtype) if isinstance(matrix, QuantizedBitmask) else None
-    return entry.tensor_of(kernels.decode(matrix, dtype=dtype))
+    return entry.tensor_of(kernels.decode(matrix, dtype=getattr(torch, entry.dtype)))
 
 
 def pack_quantized(
-    name: str, matrix: QuantizedBitmask, entry: PackedEntry, archive: bool = False
+    name: str, matrix: Bitmask, entry: PackedEntry, archive: bool = False
 ) -> tuple[dict[str, Tensor], PackedEntry]:
     """Encode a quantized matrix.
 
@@ -120,7 +109,7 @@ def pack_again(name: str, tensor: Tensor, entry: PackedEntry, scales: Tensor | N
         stored = tensor.to(getattr(torch, entry.dtype))
         exact = Scales(scales, entry.integers).quantized(entry.matrix_of(stored))
         if exact is not None and bool((stored == tensor).all()):
-            matrix = QuantizedBitmask.from_quantized(exact, exact.integers != 0)
+            matrix = Bitmask.from_quantized(exact, exact.integers != 0)
             return pack_quantized(name, matrix, replace(entry, dtype=dtype_name(tensor.dtype)))
     return encode_tensor(name, tensor), PackedEntry.of(tensor)
 

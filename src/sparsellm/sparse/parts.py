@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.packed_files import can_hold
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.integers import mask_bytes
-from sparsellm.sparse.bitmask import GROUP
+from sparsellm.solvers.integers import MASK_WORD, mask_bytes
 
 Bytes = NDArray[np.uint8]
 
@@ -120,7 +119,7 @@ def decode_mask(stored: Mapping[str, Bytes], count: int) -> Bytes:
 def mask_in_rows(mask: Bytes, shape: tuple[int, int]) -> Bytes:
     """Return a mask whose rows begin with a byte of their own and are padded as `Bitmask.mask` is."""
     rows, columns = shape
-    padded = np.zeros((rows, -(-columns // GROUP) * 8), dtype=np.uint8)
+    padded = np.zeros((rows, -(-columns // MASK_WORD) * 8), dtype=np.uint8)
     if columns % 8 == 0:
         padded[:, : columns // 8] = mask.reshape(rows, columns // 8)
     else:

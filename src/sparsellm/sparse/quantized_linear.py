@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.sparse.bitmask import PADDING
+from sparsellm.sparse.bitmask import PADDING, Bitmask
+from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.kernels import decode as decode_rows
 from sparsellm.sparse.kernels import multiply
 from sparsellm.sparse.linear import RUNNING, PackedLinear, Product
-from sparsellm.sparse.quantization import QuantizedBitmask
-from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
 
 
 class QuantizedLinear(PackedLinear):
-    """A linear layer whose weight is a `QuantizedBitmask`: scales times integers.
+    """A linear layer whose weight is a `Bitmask`: scales times integers.
 
     The weight is not trained; gradients pass through the layer. Its scales stay in bfloat16 when the module is moved to another
-    dtype. `state_dict` returns the stored form (`sparsellm.sparse.quantized_encoding`), and `load_state_dict` accepts it.
+    dtype. `state_dict` returns the stored form (`sparsellm.sparse.integer_encoding`), and `load_state_dict` accepts it.
 
     Args:
         in_features: Number of inputs.
@@ -61,7 +60,7 @@ class QuantizedLinear(PackedLinear):
 
     @classmethod
     def from_bitmask(
-        cls, weight: QuantizedBitmask, bias: Tensor | None = None, *, dtype: torch.dtype, transposed: bool = False
+        cls, weight: Bitmask, bias: Tensor | None = None, *, dtype: torch.dtype, transposed: bool = False
     ) -> QuantizedLinear:
         """Build a layer of a weight."""
         outputs, inputs = weight.shape
@@ -69,7 +68,7 @@ class QuantizedLinear(PackedLinear):
             inputs,
             outputs,
             bias is not None,
-            format=weight.format,
+            format=weight.format or IntegerFormat(8, 0),
             transposed=transposed,
             dtype=dtype,
         )
@@ -84,19 +83,19 @@ class QuantizedLinear(PackedLinear):
         return self._dtype
 
     @property
-    def quantized(self) -> QuantizedBitmask:
+    def quantized(self) -> Bitmask:
         """The weight, (out, in)."""
         self.check()
         return self._unchecked()
 
-    def _unchecked(self) -> QuantizedBitmask:
+    def _unchecked(self) -> Bitmask:
         """Return the weight, of which nothing may be read before it is checked."""
         shape = self.out_features, self.in_features
-        return QuantizedBitmask(shape, self.mask, self.values, self.row_starts, self.scales, self.format)
+        return Bitmask(shape, self.mask, self.values, self.row_starts, self.scales, self.format)
 
-    def assign_quantized(self, weight: QuantizedBitmask) -> None:
+    def assign_quantized(self, weight: Bitmask) -> None:
         """Replace the weight by one of the same shape and format."""
-        self.mask, self.values, self.row_starts, self.scales = weight.mask, weight.values, weight.row_starts, weight.scales
+        self.mask, self.values, self.row_starts, self.scales = weight.mask, weight.values, weight.row_starts, weight.scales  # type: ignore[assignment]
         self.check()
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
@@ -145,7 +144,7 @@ class QuantizedLinear(PackedLinear):
 
     def _encode(self) -> dict[str, Tensor]:
         """Return the parts of the stored form."""
-        return encode_quantized(self.quantized)
+        return encode(self.quantized)
 
     def _decode(self, parts: Mapping[str, Tensor]) -> None:
         """Replace the weight by that of parts of the stored form."""
@@ -154,6 +153,6 @@ class QuantizedLinear(PackedLinear):
                 f"The layer has integers of {self.format.bits} bits, and the state has none. Load the state of such a layer."
             )
         shape = self.out_features, self.in_features
-        weight = decode_quantized(parts, shape, self.dtype, self.format)
+        weight = decode(parts, shape, self.dtype, self.format)
         place = self._place(parts["weight"])
         self.assign_quantized(replace(weight, **{name: getattr(weight, name).to(place) for name in self.running}))

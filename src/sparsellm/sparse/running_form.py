@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask, count_bits
+from sparsellm.solvers.integers import MASK_WORD
+from sparsellm.sparse.bitmask import PADDING, Bitmask, starts_of_rows
 from sparsellm.sparse.parts import DTYPES
-from sparsellm.sparse.quantization import QuantizedBitmask, count_bytes
 
 Dtypes = tuple[torch.dtype, ...]
 
 
-def check_layout(weight: Bitmask | QuantizedBitmask) -> None:
+def check_layout(weight: Bitmask) -> None:
     """Check the layout of the parts. Takes a few microseconds.
 
     Of the numbers in them only the last position is read, for the length of the values, and not on a GPU, where that waits.
@@ -23,14 +23,14 @@ def check_layout(weight: Bitmask | QuantizedBitmask) -> None:
     """
     rows, columns = weight.shape
     kinds: Dtypes = DTYPES
-    if isinstance(weight, QuantizedBitmask):
+    if weight.format is not None:
         kinds = (torch.int8,) if weight.format.bits == 8 else (torch.uint8,)
     needed: list[tuple[str, Tensor, Dtypes, tuple[int, ...]]] = [
-        ("mask", weight.mask, (torch.uint8,), (rows, -(-columns // GROUP) * GROUP // 8)),
+        ("mask", weight.mask, (torch.uint8,), (rows, -(-columns // MASK_WORD) * MASK_WORD // 8)),
         ("row_starts", weight.row_starts, (torch.int64,), (rows + 1,)),
         ("values", weight.values, kinds, (max(weight.values.numel(), PADDING),)),
     ]
-    if isinstance(weight, QuantizedBitmask):
+    if weight.format is not None and weight.scales is not None:
         needed.append(("scales", weight.scales, (torch.bfloat16,), (rows, weight.format.checked().groups(columns))))
     for name, part, dtypes, shape in needed:
         check_tensor(f"`{name}` of a packed matrix", part, dtypes, shape, device=weight.mask.device)
@@ -63,7 +63,7 @@ def is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % tensor.itemsize == 0
 
 
-def check_numbers(weight: Bitmask | QuantizedBitmask) -> None:
+def check_numbers(weight: Bitmask) -> None:
     """Check the layout of a matrix, and that its mask, its positions of rows and the length of its values agree.
 
     Reads the mask once.
@@ -76,8 +76,7 @@ def check_numbers(weight: Bitmask | QuantizedBitmask) -> None:
     behind = mask[:, -(-columns // 8) :].any() or (columns % 8 and (mask[:, columns // 8] >> columns % 8).any())
     if behind:
         raise InvalidSetting(f"`mask` of a packed matrix keeps columns behind the last one of {columns}: it is damaged.")
-    counts = count_bytes(mask) if isinstance(weight, QuantizedBitmask) and weight.format.bits != 8 else count_bits(mask)
-    expected = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    expected = starts_of_rows(mask, weight.format)
     if not torch.equal(weight.row_starts, expected):
         row = int((weight.row_starts != expected).nonzero()[0])
         raise InvalidSetting(

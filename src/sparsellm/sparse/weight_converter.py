@@ -29,7 +29,6 @@ from sparsellm.sparse.experts import FUSED, become_packed, can_be_packed
 from sparsellm.sparse.linear import RUNNING, PackedLinear
 from sparsellm.sparse.packed_checkpoint import PackedTensor
 from sparsellm.sparse.packed_tensors import dense_tensor
-from sparsellm.sparse.quantization import QuantizedBitmask
 
 PATTERN = "sparsellm"
 """Name under which transformers finds the converter again. No tensor's name is compared with it."""
@@ -122,10 +121,10 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         assert target.layer is not None
         weight = self.packed[target.sources[0][0]].decode(stored)
         path = target.name.rpartition(".")[0]
-        if isinstance(weight, Bitmask) and target.layer.transposed:
+        if weight.format is None and target.layer.transposed:
             weight = Bitmask.from_dense(weight.to_dense().T)
         buffers = {name: getattr(weight, name).to(device) for name in target.layer.running}
-        if isinstance(weight, Bitmask):
+        if weight.format is None:
             buffers["values"] = buffers["values"].to(target.dtype)
         return {f"{path}.{name}": buffer for name, buffer in buffers.items()}
 
@@ -134,7 +133,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         if key not in self.packed:
             return stored[key]
         matrix = self.packed[key].decode(stored)
-        if isinstance(matrix, QuantizedBitmask):
+        if matrix.scales is not None:
             self.scales[key] = matrix.scales
         return dense_tensor(matrix, self.packed[key].entry)
 

@@ -23,7 +23,6 @@ from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.packed_tensors import decode_matrix, dense_tensor, estimated_bytes
 from sparsellm.sparse.parts import DTYPES, PARTS
-from sparsellm.sparse.quantized_encoding import decode_quantized
 from tests.meter import start_peak, status_of
 
 SPECIAL = {
@@ -249,7 +248,7 @@ def test_shapes_are_compared_with_the_bytes_before_memory_is_used(shape: tuple[i
         decode(bomb, shape, torch.bfloat16)
     for bits in (8, 4, 3):
         with pytest.raises(BadCheckpoint, match="and 12 bytes: its metadata is damaged"):
-            decode_quantized(integers, shape, torch.bfloat16, IntegerFormat(bits, 0))
+            decode(integers, shape, torch.bfloat16, IntegerFormat(bits, 0))
     more = bomb | {"weight_exponents": torch.zeros(2**18, dtype=torch.uint8)}
     if shape == (2**24, 1):  # each row takes the room of 64 columns
         with pytest.raises(BadCheckpoint, match=r"cannot have the shape \(16777216, 1\) .* and 264,199 bytes"):

@@ -17,7 +17,6 @@ from sparsellm.solvers.linalg import count_negative_zeros
 from sparsellm.solvers.quantization import Quantized
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask, unpack_bits
-from sparsellm.sparse.quantization import QuantizedBitmask
 from tests.unit.sparse.test_kernels import DTYPES, SETS, before_guard_page, compiled, random_tokens, slow_product
 
 FORMATS = ((8, 0), (8, 64), (4, 0), (4, 128), (3, 192))
@@ -33,7 +32,7 @@ def threads() -> Iterator[None]:
         kernels.set_instruction_set(None)
 
 
-def random_weight(rows: int, columns: int, bits: int, group_size: int, *, density: float = 0.4) -> QuantizedBitmask:
+def random_weight(rows: int, columns: int, bits: int, group_size: int, *, density: float = 0.4) -> Bitmask:
     """A matrix of which row 1 is empty and row 2 full, with zeros among the kept integers."""
     generator = torch.Generator().manual_seed(rows * columns)
     least, largest = IntegerFormat(bits, 0).limits(density)
@@ -41,10 +40,10 @@ def random_weight(rows: int, columns: int, bits: int, group_size: int, *, densit
     keep = torch.rand(rows, columns, generator=generator) < density
     keep[1:2], keep[2:3] = False, True
     scales = torch.rand(rows, -(-columns // group_size) if group_size else 1, generator=generator).sub(0.3).bfloat16()
-    return QuantizedBitmask.from_quantized(Quantized(integers * keep, scales, IntegerFormat(bits, group_size)), keep=keep)
+    return Bitmask.from_quantized(Quantized(integers * keep, scales, IntegerFormat(bits, group_size)), keep=keep)
 
 
-def check(result: Tensor, x: Tensor, weight: QuantizedBitmask) -> None:
+def check(result: Tensor, x: Tensor, weight: Bitmask) -> None:
     """As for other matrices; x may be off by its largest number times 2^-22."""
     dense = weight.to_dense()
     expected, terms = slow_product(x, dense), slow_product(x.abs(), dense.abs())
@@ -92,7 +91,7 @@ def test_every_product_is_rounded_as_by_torch() -> None:
     """All products of an integer and one of many scales."""
     integers = torch.arange(-127, 128, dtype=torch.int8).expand(512, -1)
     scales = torch.arange(0, 2**15, 64, dtype=torch.int16).view(torch.bfloat16)[:, None]
-    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(8, 0)))
+    weight = Bitmask.from_quantized(Quantized(integers, scales, IntegerFormat(8, 0)))
     for name in kernels.instruction_sets():
         kernels.set_instruction_set(name)
         for dtype in DTYPES:
@@ -110,7 +109,7 @@ def test_a_single_product_is_rounded_once(name: str, bits: int) -> None:
     x = torch.randint(-(2**21), 2**21, (3, 300), generator=generator)
     least, largest = IntegerFormat(bits, 0).limits(1)
     numbers = torch.randint(least, largest + 1, (300,), generator=generator)
-    weight = QuantizedBitmask.from_quantized(
+    weight = Bitmask.from_quantized(
         Quantized(numbers.diag().to(torch.int8), torch.ones(300, 1).bfloat16(), IntegerFormat(bits, 0)),
         keep=torch.eye(300).bool(),
     )
@@ -123,7 +122,7 @@ def test_long_rows_do_not_overflow(columns: int) -> None:
     """Sums of 32 bits hold a scale's columns even if all products have one sign; beyond, x is multiplied in float32."""
     for bits, number in ((8, 127), (8, -127), (4, 7), (4, -8)):
         integers = torch.full((1, columns), number, dtype=torch.int8)
-        weight = QuantizedBitmask.from_quantized(Quantized(integers, torch.ones(1, 1).bfloat16(), IntegerFormat(bits, 0)))
+        weight = Bitmask.from_quantized(Quantized(integers, torch.ones(1, 1).bfloat16(), IntegerFormat(bits, 0)))
         for value in (1.9921875, -1.9921875, 1 - 2.0**-22):
             result = kernels.matmul(torch.full((1, columns), value), weight)
             assert math.isclose(float(result), columns * number * value, rel_tol=1e-3)
@@ -173,7 +172,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
             result = kernels.matmul(x, whole)
             for row in range(9):
                 part = slice(row, row + 1)
-                alone = QuantizedBitmask.from_quantized(
+                alone = Bitmask.from_quantized(
                     Quantized(integers[part], whole.scales[part], IntegerFormat(bits, group_size)), keep=keep[part]
                 )
                 assert torch.equal(kernels.matmul(x, alone), result[:, part])

@@ -19,17 +19,15 @@ from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
-from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_linear import QuantizedLinear
 from sparsellm.sparse.running_form import check_layout, check_numbers
 
-Weight = Bitmask | QuantizedBitmask
 ROWS, COLUMNS = 5, 70
 FORMS = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 3)
-"""The dtype of a `Bitmask`, or the bits of a `QuantizedBitmask`."""
+"""The dtype of the values, or the bits of integers."""
 
 
-def packed(form: torch.dtype | int) -> Weight:
+def packed(form: torch.dtype | int) -> Bitmask:
     """A matrix of a form with zeros, an empty row and, at its end, a kept weight."""
     torch.manual_seed(0)
     keep = torch.rand(ROWS, COLUMNS) < 0.5
@@ -37,14 +35,12 @@ def packed(form: torch.dtype | int) -> Weight:
     if isinstance(form, torch.dtype):
         return Bitmask.from_dense((torch.ones(ROWS, COLUMNS) * keep).to(form))
     integers = keep.to(torch.int8)
-    return QuantizedBitmask.from_quantized(
-        Quantized(integers, torch.ones(ROWS, 2).bfloat16(), IntegerFormat(form, 64)), keep=keep
-    )
+    return Bitmask.from_quantized(Quantized(integers, torch.ones(ROWS, 2).bfloat16(), IntegerFormat(form, 64)), keep=keep)
 
 
-def layer_of(weight: Weight) -> PackedLinear:
+def layer_of(weight: Bitmask) -> PackedLinear:
     """A layer with a weight."""
-    if isinstance(weight, QuantizedBitmask):
+    if weight.format is not None:
         return QuantizedLinear.from_bitmask(weight, dtype=torch.float32)
     return PackedLinear.from_dense(weight.to_dense())
 
@@ -261,7 +257,7 @@ def test_biases_tokens_and_outputs_of_other_shapes_are_refused(form: torch.dtype
     for start, stop in ((-1, 2), (0, ROWS + 1), (3, 2), (ROWS + 1, None)):
         with pytest.raises(InvalidSetting, match=f"are not within the {ROWS} rows"):
             kernels.decode(weight, start, stop)
-    dtype = weight.values.dtype if isinstance(weight, Bitmask) else torch.float32
+    dtype = weight.values.dtype if weight.format is None else torch.float32
     right = torch.empty(ROWS, COLUMNS, dtype=dtype)
     for out in (right[:-1], right[:, :-1], right.double(), strided(right), right.flatten(), right.to("meta")):
         with pytest.raises(InvalidSetting, match="`out` is"):

@@ -1,4 +1,4 @@
-r"""The stored form of a quantized weight: the integers of its kept numbers, its mask and its scales, without loss of a bit.
+r"""The parts of a stored form that are integers with scales, in place of floating-point values.
 
 As in `encoding`, all parts are one-dimensional uint8 tensors, bits are stored lowest first, and numbers row by row:
 
@@ -23,35 +23,24 @@ from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
 from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.sparse.bitmask import unpack_bits
+from sparsellm.sparse.bitmask import Bitmask, unpack_bits
 from sparsellm.sparse.parts import (
     Bytes,
-    decode_mask,
     deflate,
     encode_mask,
-    mask_in_rows,
     read_part,
     size_of,
-    stored_bytes,
-    stored_tensors,
 )
-from sparsellm.sparse.quantization import QuantizedBitmask
 
 Integers = NDArray[np.int8]
 
 
-def encode_quantized(weight: QuantizedBitmask, archive: bool = False) -> dict[str, Tensor]:
-    """Encode a quantized weight, with a mask or with the zeros of all removed weights, whichever is smaller.
-
-    Args:
-        weight: The (out, in) matrix.
-        archive: Compress further. Decoding takes longer.
-
-    Returns:
-        The parts that are not empty, by name; `weight` always.
-    """
+def encode_integers(weight: Bitmask, archive: bool) -> dict[str, Bytes]:
+    """Return the parts of a matrix of integers, with a mask or with the zeros of all removed weights, whichever is smaller."""
+    assert weight.format is not None
+    assert weight.scales is not None
     keep = unpack_bits(weight.mask.cpu(), weight.shape[1])
-    integers = weight.integers().cpu().numpy()
+    integers = weight.kept_values().cpu().numpy()
     if weight.format.bits == 3:
         keep = keep.masked_scatter(keep, torch.from_numpy(integers != 0))
         integers = integers[integers != 0]
@@ -63,33 +52,7 @@ def encode_quantized(weight: QuantizedBitmask, archive: bool = False) -> dict[st
         kept = min(everything, kept, key=size_of)
     scales = weight.scales.cpu().contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
     planes = {"weight_scales": np.concatenate([scales & 255, scales >> 8]).astype(np.uint8)}
-    return stored_tensors(kept | (deflate(planes) if archive else planes))
-
-
-def decode_quantized(
-    parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, format: IntegerFormat
-) -> QuantizedBitmask:
-    """Decode what `encode_quantized` returned. Every length is checked before anything is indexed.
-
-    Args:
-        parts: The parts by name.
-        shape: (out, in).
-        dtype: Dtype of the weight as an ordinary tensor.
-        format: The format of the integers.
-
-    Raises:
-        BadCheckpoint: A part has the wrong dtype, shape or length, contradicts another one, or holds impossible numbers.
-    """
-    stored = stored_bytes(parts, shape, dtype)
-    rows, columns = shape
-    if masked := bool(stored.keys() & {"weight_mask", "weight_mask_deflated", "weight_groups"}):
-        mask = decode_mask(stored, rows * columns)
-    else:
-        mask = np.packbits(np.ones(rows * columns, dtype=np.bool_), bitorder="little")
-    integers = _decode_integers(stored, format, int(np.bitwise_count(mask).sum(dtype=np.int64)), masked=masked)
-    scales = decode_scales(stored, shape, format)
-    in_rows = torch.from_numpy(mask_in_rows(mask, shape))
-    return QuantizedBitmask.from_parts(in_rows, torch.from_numpy(integers), scales, columns=columns, format=format)
+    return kept | (deflate(planes) if archive else planes)
 
 
 def decode_scales(stored: Mapping[str, Bytes], shape: tuple[int, int], format: IntegerFormat) -> Tensor:
@@ -126,8 +89,8 @@ def _pairs(numbers: Bytes) -> Bytes:
     return halves[::2] | halves[1::2] << np.uint8(4)
 
 
-def _decode_integers(stored: Mapping[str, Bytes], format: IntegerFormat, count: int, *, masked: bool) -> Integers:
-    """Return `count` integers."""
+def decode_integers(stored: Mapping[str, Bytes], format: IntegerFormat, count: int, *, masked: bool) -> Integers:
+    """Return `count` integers, of removed weights too unless they are `masked`. Raises BadCheckpoint for damaged ones."""
     stored, bits = dict(stored), format.bits
     deflated = "weight_deflated" in stored
     if deflated and len(stored.pop("weight", ())):

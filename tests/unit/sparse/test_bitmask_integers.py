@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.quantization import Quantized
-from sparsellm.sparse.bitmask import GROUP, PADDING, pack_bits
-from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.bitmask import PADDING, Bitmask, pack_bits
 from tests.pairwise import pairwise
 
 BITS = (8, 4, 3)
@@ -46,10 +45,10 @@ def test_decoded_weight_is_scale_times_integer(shape: tuple[int, int], bits: int
     for group_size in (0, 64, 128):
         integers, keep = integers_of(shape, bits=bits, density=density)
         scales = scales_of(shape, group_size)
-        weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, group_size)), keep=keep)
+        weight = Bitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, group_size)), keep=keep)
         assert torch.equal(weight.to_integers(), integers)
         assert torch.equal(weight.to_dense().double(), dense_by_loop(integers, scales, group_size))
-        assert torch.equal(weight.integers(), integers[keep])
+        assert torch.equal(weight.kept_values(), integers[keep])
         assert weight.kept == int(keep.sum())
         middle = shape[0] // 2
         assert torch.equal(weight.to_dense(middle, shape[0]), weight.to_dense()[middle:])
@@ -58,12 +57,12 @@ def test_decoded_weight_is_scale_times_integer(shape: tuple[int, int], bits: int
 def test_each_word_of_halves_begins_with_a_byte() -> None:
     """The layout that kernels read, by a slow formula."""
     integers, keep = integers_of((6, 200), bits=4, density=0.5)
-    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales_of((6, 200), 64), IntegerFormat(4, 64)), keep=keep)
+    weight = Bitmask.from_quantized(Quantized(integers, scales_of((6, 200), 64), IntegerFormat(4, 64)), keep=keep)
     expected: list[int] = []
     starts = [0]
     for row in range(6):
-        for start in range(0, 200, GROUP):
-            word = slice(start, start + GROUP)
+        for start in range(0, 200, MASK_WORD):
+            word = slice(start, start + MASK_WORD)
             numbers = [int(x) & 15 for x in integers[row, word][keep[row, word]]]
             numbers += [0] * (len(numbers) % 2)
             expected += [low | high << 4 for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
@@ -75,7 +74,7 @@ def test_each_word_of_halves_begins_with_a_byte() -> None:
 
 def test_eight_bits_take_a_byte_each() -> None:
     integers, keep = integers_of((3, 70), bits=8, density=0.5)
-    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales_of((3, 70), 0), IntegerFormat(8, 0)), keep=keep)
+    weight = Bitmask.from_quantized(Quantized(integers, scales_of((3, 70), 0), IntegerFormat(8, 0)), keep=keep)
     assert weight.values.dtype is torch.int8
     assert weight.values.tolist() == [*integers[keep].tolist(), *[0] * PADDING]
     assert weight.row_starts.tolist() == [0, *keep.sum(1).cumsum(0).tolist()]
@@ -87,9 +86,9 @@ def test_random_weights(data: Any) -> None:
     bits, group_size = data.draw(st.sampled_from(BITS)), data.draw(st.sampled_from((0, 64, 192, 512)))
     integers, keep = integers_of(shape, bits=bits, density=data.draw(st.floats(0, 1)), seed=data.draw(st.integers(0, 99)))
     scales = scales_of(shape, group_size)
-    weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, group_size)), keep=keep)
+    weight = Bitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, group_size)), keep=keep)
     assert torch.equal(weight.to_integers(), integers)
-    again = QuantizedBitmask.from_parts(weight.mask, weight.integers(), scales, columns=shape[1], format=weight.format)
+    again = Bitmask.from_parts(weight.mask, weight.kept_values(), shape[1], scales=scales, format=weight.format)
     assert torch.equal(again.values, weight.values)
 
 
@@ -104,4 +103,4 @@ def test_random_weights(data: Any) -> None:
 def test_impossible_formats(bits: int, group_size: int, scales: tuple[int, int], message: str) -> None:
     integers = torch.zeros(2, 100, dtype=torch.int8)
     with pytest.raises(InvalidSetting, match=message):
-        QuantizedBitmask.from_quantized(Quantized(integers, torch.ones(scales).bfloat16(), IntegerFormat(bits, group_size)))
+        Bitmask.from_quantized(Quantized(integers, torch.ones(scales).bfloat16(), IntegerFormat(bits, group_size)))

@@ -15,15 +15,15 @@ from torch import Tensor
 from sparsellm.errors import BadCheckpoint
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Quantized, round_to_nearest
+from sparsellm.sparse.bitmask import Bitmask
+from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.parts import PARTS
-from sparsellm.sparse.quantization import QuantizedBitmask
-from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
 from tests.unit.sparse.test_encoding import mutate, size
 
 SHAPES = [(1, 1), (1, 9), (3, 64), (7, 65), (16, 24), (5, 127), (33, 40), (2, 1000)]
 
 
-def random_weight(random: Random) -> QuantizedBitmask:
+def random_weight(random: Random) -> Bitmask:
     """A weight of any shape, format and density, with zeros among the kept integers, and rows that are empty or full."""
     shape, bits, group_size = random.choice(SHAPES), random.choice((8, 4, 3)), random.choice((0, 64, 128))
     generator = torch.Generator().manual_seed(random.randrange(2**32))
@@ -33,12 +33,12 @@ def random_weight(random: Random) -> QuantizedBitmask:
     if random.random() < 0.3:
         keep[random.randrange(shape[0])] = random.choice([False, True])
     scales = torch.randn(shape[0], IntegerFormat(bits, group_size).groups(shape[1]), generator=generator).bfloat16()
-    return QuantizedBitmask.from_quantized(Quantized(integers * keep, scales, IntegerFormat(bits, group_size)), keep=keep)
+    return Bitmask.from_quantized(Quantized(integers * keep, scales, IntegerFormat(bits, group_size)), keep=keep)
 
 
-def decoded(parts: dict[str, Tensor], weight: QuantizedBitmask) -> QuantizedBitmask:
+def decoded(parts: dict[str, Tensor], weight: Bitmask) -> Bitmask:
     """What the parts of a weight decode to."""
-    return decode_quantized(parts, weight.shape, torch.bfloat16, weight.format)
+    return decode(parts, weight.shape, torch.bfloat16, weight.format)
 
 
 @settings(max_examples=500, derandomize=True, database=None, deadline=None)
@@ -46,7 +46,7 @@ def decoded(parts: dict[str, Tensor], weight: QuantizedBitmask) -> QuantizedBitm
 def test_every_integer_and_scale_survives(random: Random) -> None:
     weight = random_weight(random)
     for archive in (False, True):
-        parts = encode_quantized(weight, archive)
+        parts = encode(weight, archive)
         assert all(part.dtype == torch.uint8 and part.dim() == 1 for part in parts.values())
         assert "weight" in parts
         assert set(parts) <= set(PARTS)
@@ -75,8 +75,8 @@ def test_parts_are_as_documented() -> None:
         3: [0b111, 0b101, 0b110],  # planes of 4 - 1, 5 and 7; the kept 0 is not stored
     }
     for bits, numbers in expected.items():
-        weight = QuantizedBitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, 0)), keep=keep)
-        assert {name: part.tolist() for name, part in encode_quantized(weight).items()} == {
+        weight = Bitmask.from_quantized(Quantized(integers, scales, IntegerFormat(bits, 0)), keep=keep)
+        assert {name: part.tolist() for name, part in encode(weight).items()} == {
             "weight": numbers,
             "weight_groups": [1, 0, 2],
             "weight_mask": [(0b0011 if bits == 3 else 0b1011) | 0b1000 << 4],
@@ -96,10 +96,10 @@ def test_sizes_are_those_of_the_formula(bits: int, density: float) -> None:
     if density < 1:
         keep = rounded.integers != 0
         density = float(keep.float().mean())
-    quantized = QuantizedBitmask.from_quantized(rounded, keep=keep)
-    stored = 8 * size(encode_quantized(quantized)) / weight.numel()
+    quantized = Bitmask.from_quantized(rounded, keep=keep)
+    stored = 8 * size(encode(quantized)) / weight.numel()
     assert stored == pytest.approx(rounded.format.bits_per_weight(density, 1024), rel=0.01)
-    assert 8 * size(encode_quantized(quantized, archive=True)) / weight.numel() < stored
+    assert 8 * size(encode(quantized, archive=True)) / weight.numel() < stored
 
 
 @settings(max_examples=500, derandomize=True, database=None, deadline=None)
@@ -107,7 +107,7 @@ def test_sizes_are_those_of_the_formula(bits: int, density: float) -> None:
 def test_damaged_parts_are_refused_or_decode_to_a_weight(random: Random) -> None:
     """Nothing else is raised, and what is decoded has the shape and integers of its bits."""
     weight = random_weight(random)
-    parts = mutate(encode_quantized(weight, random.random() < 0.5), random)
+    parts = mutate(encode(weight, random.random() < 0.5), random)
     try:
         again = decoded(parts, weight)
     except BadCheckpoint as error:
@@ -131,10 +131,10 @@ def test_damaged_parts_are_refused_or_decode_to_a_weight(random: Random) -> None
     ],
 )
 def test_damage_is_one_message(changes: dict[str, Any], message: str) -> None:
-    weight = QuantizedBitmask.from_quantized(
+    weight = Bitmask.from_quantized(
         Quantized(torch.tensor([[1], [2]], dtype=torch.int8), torch.ones(2, 1).bfloat16(), IntegerFormat(4, 0))
     )
-    parts = encode_quantized(weight) | {name: torch.tensor(part, dtype=torch.uint8) for name, part in changes.items()}
+    parts = encode(weight) | {name: torch.tensor(part, dtype=torch.uint8) for name, part in changes.items()}
     with pytest.raises(BadCheckpoint, match=message):
         decoded(parts, weight)
 
@@ -146,8 +146,8 @@ def test_damage_is_one_message(changes: dict[str, Any], message: str) -> None:
 def test_integers_outside_of_the_range_are_refused(bits: int, stored: dict[str, list[int]], message: str) -> None:
     """Those of 3 bits can only stand in an archive, where they take 4."""
     integers = torch.tensor([[1], [2]], dtype=torch.int8)
-    weight = QuantizedBitmask.from_quantized(Quantized(integers, torch.ones(2, 1).bfloat16(), IntegerFormat(bits, 0)))
-    parts = encode_quantized(weight)
+    weight = Bitmask.from_quantized(Quantized(integers, torch.ones(2, 1).bfloat16(), IntegerFormat(bits, 0)))
+    parts = encode(weight)
     for name, part in stored.items():
         content = zlib.compress(bytes(part)) if name == "weight_deflated" else bytes(part)
         parts[name] = torch.tensor(list(content), dtype=torch.uint8)
