@@ -24,7 +24,7 @@ from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_allocation import caught, half_way
 from tests.integration.test_families import tiny as of_family
-from tests.integration.test_sensitivity import every_family, far, tiny, windows
+from tests.integration.test_sensitivity import far, tiny, windows
 from tests.integration.test_sparsellm_method import batches, two_families
 from tests.integration.test_sparsellm_method import tiny as three_blocks
 from tests.pruning import loaded
@@ -144,7 +144,7 @@ def test_files_in_place_of_memory(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-@every_family
+@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.long)])
 def test_costs_predict_changes_of_the_predictions(family: str) -> None:
     """Small random changes of one layer of a trained model move its predictions by about half the sum of the costs.
 

@@ -26,6 +26,7 @@ from sparsellm.solvers.linalg import allclose_bf16
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
+from tests.conftest import long_unless
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the kernel is not compiled: python hatch_build.py")
 
@@ -124,7 +125,14 @@ def test_statistics_are_those_of_dense_products_up_to_rounding(
     assert False in differences  # some layers' inputs come from the kernel
 
 
-@both
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        long_unless(place % 2 == number, family, attention)
+        for place, family in enumerate(CONFIGS)
+        for number, attention in enumerate(METHODS)
+    ],
+)
 def test_sparsegpt_prunes_alike_with_and_without_the_kernel(
     family: str, attention: str, encoded: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +170,7 @@ def test_the_kernel_is_not_used_where_16_bit_products_are_faster(
     assert not encoded
 
 
-@pytest.mark.parametrize("family", ["OPT", "Llama"])
+@pytest.mark.parametrize("family", ["OPT", pytest.param("Llama", marks=pytest.mark.long)])
 def test_algorithm_1_with_signals_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each epoch has the errors of float32 signals, and the regressions are those of the rounded signals."""
     method, kept = PublishedSparseLLM(epochs=3), list[torch.dtype]()
