@@ -118,6 +118,18 @@ def test_the_budget_decides(budget: int | None, files: list[int], tmp_path: Path
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_what_still_fits_on_the_device_is_told() -> None:
+    """To the byte, beside what lists have reserved there; without a budget everything fits."""
+    manager = OffloadManager(250)
+    assert manager.fits_on_device(250)
+    assert not manager.fits_on_device(251)
+    with manager.new_lists(2, 100):
+        assert manager.fits_on_device(50)
+        assert not manager.fits_on_device(51)
+    assert manager.fits_on_device(250)
+    assert OffloadManager().fits_on_device(2**60)
+
+
 def test_files_go_when_something_fails(tmp_path: Path) -> None:
     storage = OffloadManager(0, tmp_path)
     with suppress(RuntimeError), storage.new_lists(1, 100) as (kept,):
