@@ -75,7 +75,12 @@ def same_result(one: Path, two: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("--offload",), ("--train", "lora", "--lora-rank", 4)], ids=["in memory", "streamed", "lora"]
+    "more",
+    [
+        pytest.param((), id="in memory", marks=pytest.mark.long),
+        pytest.param(("--offload",), id="streamed"),
+        pytest.param(("--train", "lora", "--lora-rank", 4), id="lora", marks=pytest.mark.long),
+    ],
 )
 def test_a_block_that_is_killed_continues(
     more: tuple[object, ...],

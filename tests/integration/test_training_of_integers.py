@@ -70,8 +70,8 @@ def kl_divergence(wanted: Tensor, found: Tensor) -> float:
 @pytest.mark.parametrize(
     ("family", "bits"),
     [
-        ("llama", 4),
         ("opt", 3),
+        pytest.param("llama", 4, marks=pytest.mark.long),
         pytest.param("gpt2", 4, marks=pytest.mark.long),
         pytest.param("mixtral", 8, marks=pytest.mark.long),
     ],
