@@ -31,8 +31,6 @@ SIZES = {name: rows * columns for name, (rows, columns) in SHAPES.items()}
 TOTAL = sum(SIZES.values())
 LAYERS = [LayerName(name, shape, name.split(".", 2)[2]) for name, shape in SHAPES.items()]
 
-two_families = pytest.mark.parametrize("family", ["opt", "llama"])
-
 
 def read(folder: Path, content: str | bytes, sparsity: str = "60%") -> Plan:
     """The plan that a file of this content makes of the layers above."""
@@ -147,17 +145,17 @@ def test_exactly(layers: list[tuple[int, float]], share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allocation", "method"),
+    ("allocation", "method", "family"),
     [
-        ("owl", "wanda"),
-        ("owl", "magnitude"),
-        ("fisher", "sparsegpt"),
-        ("owl", "sparsellm"),
-        ("FILE", "wanda"),
-        ("FILE", "sparsellm"),
+        ("owl", "wanda", "opt"),
+        ("owl", "magnitude", "llama"),
+        ("fisher", "sparsegpt", "opt"),
+        ("fisher", "sparsegpt", "llama"),
+        ("owl", "sparsellm", "llama"),
+        ("FILE", "wanda", "llama"),
+        ("FILE", "sparsellm", "opt"),
     ],
 )
-@two_families
 def test_through_the_command_line(
     family: str, allocation: str, method: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:

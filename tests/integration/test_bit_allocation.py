@@ -173,7 +173,8 @@ def random_model(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("family", "bits"), [("llama", 3.0), pytest.param("llama", 1.2, marks=pytest.mark.long), ("gpt2", 2.3)]
+    ("family", "bits"),
+    [("llama", 3.0), *(pytest.param(*case, marks=pytest.mark.long) for case in (("llama", 1.2), ("gpt2", 2.3)))],
 )
 def test_packed_layers_take_the_budget(family: str, bits: float, tmp_path: Path) -> None:
     """At most the bits that were asked for, and less by less than 1 %; the report says what `pack` stores."""

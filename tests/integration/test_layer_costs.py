@@ -120,7 +120,7 @@ def divergence(dense: PreTrainedModel, pruned: PreTrainedModel, windows: Tensor)
     return float((target.exp() * (target - predicted)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.long)])
 def test_measured_cost_is_that_of_putting_the_dense_layer_back(
     family: str, loud: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,7 @@ def test_a_solver_without_statistics_needs_no_text(tiny: dict[str, Path]) -> Non
         {"keep_zeros": True},
         {"true_sequential": True},
         {"values": "int8"},
-        {"bits": 3.0},
+        pytest.param({"bits": 3.0}, marks=pytest.mark.long),
         {"allocation": "fisher"},
         {"allocation": "owl"},
         {"compute_dtype": "float32"},

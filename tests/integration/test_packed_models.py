@@ -504,7 +504,10 @@ def test_dense_weights_are_not_put_into_a_quantized_layer(packed_models: Callabl
 
 
 @pytest.mark.filterwarnings("ignore:.*take dense memory")
-@pytest.mark.parametrize(("family", "values"), [("llama", None), ("llama", "int8"), ("gpt2", "int4"), ("mixtral", None)])
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [long_unless(False, "llama", None), ("llama", "int8"), ("gpt2", "int4"), long_unless(False, "mixtral", None)],
+)
 def test_stored_tensors_with_names_of_buffers_are_refused(
     packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str, values: str | None
 ) -> None:

@@ -141,6 +141,7 @@ def test_another_models_tokens() -> None:
         perplexity(small("opt"), torch.full((2, 8), VOCABULARY))
 
 
+@pytest.mark.long
 def test_a_trained_model_on_wikitext2() -> None:
     """The dense figure of the shared OPT, known from before; the mean over windows is the model's own."""
     folder = SHARED / "models/wt2-opt"

@@ -372,6 +372,7 @@ def test_too_short_and_impossible() -> None:
         test_windows(text, tokenizer(), 8, limit=0, **PAPERS)
 
 
+@pytest.mark.long
 def test_the_papers_protocol_on_wikitext2() -> None:
     """287,644 GPT-2 tokens, which the papers' codes get from the hub's rows: from a .raw file the same."""
     raw = SHARED / "data/wikitext-2/wiki.test.raw"
@@ -384,6 +385,7 @@ def test_the_papers_protocol_on_wikitext2() -> None:
     assert test_windows(read_text(str(raw), "test"), gpt2, 2048, **PAPERS).windows.shape == (140, 2048)
 
 
+@pytest.mark.long
 def test_c4_sample_is_enough_for_the_papers_windows() -> None:
     """128 windows of 2,048 tokens; the sample has fewer documents of that length, so they come from the stream."""
     path = SHARED / "data/c4/c4_1480.jsonl"

@@ -107,7 +107,7 @@ def test_labels_are_drawn_by_their_shares() -> None:
     assert torch.equal(again[0], again[1])
 
 
-@every_family
+@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.long)])
 def test_fisher_against_every_label(family: str) -> None:
     """F is the exact expectation over the model's own labels, but for the sampling (measured: 2 to 4 %)."""
     got, wanted = sampled(family), exact_fisher(family)
