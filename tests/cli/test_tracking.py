@@ -263,6 +263,7 @@ def errors(report: dict[str, Any], kind: str) -> list[float]:
 
 
 @needs["tensorboard"]
+@pytest.mark.long
 def test_tensorboard(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
     """Scalars over the blocks and texts, read back from the event file; a second run gets a folder of its own."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -389,9 +389,8 @@ def test_transformers_without_this_package_raises(packed_models: Callable[..., t
     assert "raised" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "order", ["import sparsellm, transformers", long_unless(False, "import transformers.modeling_utils, sparsellm")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("order", ["import sparsellm, transformers", "import transformers.modeling_utils, sparsellm"])
 def test_import_registers_the_format_in_any_order(packed_models: Callable[..., tuple[Path, Path]], order: str) -> None:
     code = f"""if True:
         {order}
