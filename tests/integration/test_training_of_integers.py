@@ -102,7 +102,8 @@ def test_integers_are_trained_on_their_mask(family: str, bits: int, tmp_path: Pa
     assert sparsellm.verify(tmp_path / "pruned").layers == len(trained.report.layers)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_budgets_hold(family: str, tmp_path: Path) -> None:
     """Training takes no bits: what is packed is the budget, or a little less."""
     result = pruned(family, bits=3.0, effort="best")
