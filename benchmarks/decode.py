@@ -40,7 +40,6 @@ from sparsellm.runs.decoding import (
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
-from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 FILE = MEASURED / "decode.json"
 SPARSITIES = (0.5, 0.7, 0.9)
@@ -159,14 +158,7 @@ def packed(one: nn.Module, make: Callable[[Tensor], Bitmask]) -> nn.Module:
     result = sharing_copy(one)
     for name, layer in list(result.named_modules()):
         if isinstance(layer, nn.Linear):
-            weight = make(layer.weight)
-            if weight.format is not None:
-                module: nn.Module = QuantizedLinear.from_bitmask(weight, layer.bias, dtype=torch.bfloat16)
-            else:
-                module = PackedLinear(layer.in_features, layer.out_features, False, dtype=torch.bfloat16)
-                module.assign(weight)
-                module.bias = layer.bias
-            result.set_submodule(name, module)
+            result.set_submodule(name, PackedLinear.from_bitmask(make(layer.weight), layer.bias, dtype=torch.bfloat16))
     return result
 
 

@@ -32,7 +32,7 @@ from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows, matmul
-from sparsellm.sparse.quantized_linear import QuantizedLinear
+from sparsellm.sparse.linear import PackedLinear
 
 FILE = MEASURED / "gpu-products.json"
 ROWS, COLUMNS = 11008, 4096
@@ -81,10 +81,10 @@ def measure() -> None:
 def measure_integers(weight: Tensor, inputs: dict[int, Tensor]) -> dict[str, Any]:
     """Seconds of products with a weight of 4 bits, each of which decodes it."""
     device, pattern = weight.device, parse_pattern("70%")
-    layer = QuantizedLinear.from_bitmask(quantized(weight, pattern.keep(weight.abs())), dtype=torch.bfloat16)
+    layer = PackedLinear.from_bitmask(quantized(weight, pattern.keep(weight.abs())), dtype=torch.bfloat16)
     with torch.inference_mode():
         seconds = {str(tokens): best(functools.partial(layer, x), device, 20) for tokens, x in inputs.items()}
-    return {"bytes": layer.quantized.nbytes, "seconds": seconds}
+    return {"bytes": layer.bitmask.nbytes, "seconds": seconds}
 
 
 def quantized(weight: Tensor, keep: Tensor) -> Bitmask:

@@ -28,7 +28,6 @@ from sparsellm.runs.packing import pack, unpack
 from sparsellm.sparse import transformers_quantizer, weight_converter
 from sparsellm.sparse.experts import PackedExperts
 from sparsellm.sparse.linear import PackedLinear
-from sparsellm.sparse.quantized_linear import QuantizedLinear
 from tests.conftest import TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
 
@@ -425,7 +424,7 @@ def test_quantized_model_computes_as_the_unpacked_one(
     assert not any(info.values())
     layers = packed_layers(model)
     assert len(layers) == FORMS[family]
-    assert all(isinstance(layer, QuantizedLinear) for layer in layers)
+    assert all(layer.format is not None for layer in layers)
     inputs = prompts()
     with torch.no_grad():
         expected = dense(inputs).logits

@@ -162,6 +162,11 @@ def count_bits(mask: Tensor) -> Tensor:
     return _POPCOUNT.to(mask.device)[mask.long()].sum(1, dtype=torch.int64)
 
 
+def integer_dtype(format: IntegerFormat) -> torch.dtype:
+    """Dtype of the bytes that hold integers."""
+    return torch.int8 if format.bits == 8 else torch.uint8
+
+
 def starts_of_rows(mask: Tensor, format: IntegerFormat | None) -> Tensor:
     """Positions of the first values of rows, then the number of values, that a mask calls for: (out + 1,) int64."""
     if format is None or format.bits == 8:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,17 +13,17 @@ from torch import Tensor, nn
 
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.integers import MASK_WORD
+from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.sparse import csr_triton
-from sparsellm.sparse.bitmask import PADDING, Bitmask
+from sparsellm.sparse.bitmask import PADDING, Bitmask, integer_dtype
 from sparsellm.sparse.encoding import decode, encode
-from sparsellm.sparse.kernels import PASS, dense_matmul, matmul, multiply
+from sparsellm.sparse.kernels import PASS, dense_matmul, multiply
 from sparsellm.sparse.kernels import decode as decode_rows
 from sparsellm.sparse.parts import PARTS
 from sparsellm.sparse.running_form import check_numbers
 
-RUNNING = ("mask", "values", "row_starts")
-"""Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
+RUNNING = ("mask", "values", "row_starts", "scales")
+"""Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`. Without integers there are no `scales`."""
 
 _compressed: WeakKeyDictionary[nn.Module, tuple[object, csr_triton.CompressedRows]] = WeakKeyDictionary()
 """Weights of layers on a GPU with what they were made from; outside of the layers, so that copies have none."""
@@ -31,26 +32,28 @@ _compressed: WeakKeyDictionary[nn.Module, tuple[object, csr_triton.CompressedRow
 class PackedLinear(nn.Module):
     """A linear layer whose weight is a `Bitmask`. The weight is not trained; gradients pass through the layer.
 
-    The buffers have the running form, which follows the module to a device and to a dtype. `state_dict` returns the stored form
-    (`sparsellm.sparse.encoding`), and `load_state_dict` accepts it, or a dense weight, but no buffers. Kernels find values by
-    the numbers in the buffers: whatever sets a buffer, these are checked before the next product. Numbers that are written into
-    a buffer in place, or set by `torch.func.functional_call`, are not checked.
+    The buffers have the running form, which follows the module to a device and to a dtype; integers and their scales keep
+    theirs. `state_dict` returns the stored form (`sparsellm.sparse.encoding`), and `load_state_dict` accepts it, or without
+    integers a dense weight, but no buffers. Kernels find values by the numbers in the buffers: whatever sets one, these are
+    checked before the next product. Numbers that are written into a buffer in place, or set by `torch.func.functional_call`,
+    are not checked.
 
     Args:
         in_features: Number of inputs.
         out_features: Number of outputs.
         bias: Whether the layer has a bias.
-        kept: Number of kept weights for which `values` has room.
+        kept: Number of elements for which `values` has room.
+        format: The format of integers; None for floating-point values.
         transposed: Whether `weight` is (in, out), as in GPT-2.
-        dtype: Dtype of the weight.
+        dtype: Dtype of `weight` and of the bias.
         device: Device of the weight.
     """
 
     mask: Tensor
     values: Tensor
     row_starts: Tensor
-    running: tuple[str, ...] = RUNNING
-    """Names of the buffers of the weight."""
+    scales: Tensor | None
+    keeps_dtype = ("scales",)
     _checked = False
     """Whether the buffers passed `check` since one of them was set."""
 
@@ -61,39 +64,59 @@ class PackedLinear(nn.Module):
         bias: bool = True,
         *,
         kept: int = 0,
+        format: IntegerFormat | None = None,
         transposed: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
+        self.format, self._dtype = format, dtype or torch.get_default_dtype()
+        kind = self._dtype if format is None else integer_dtype(format)
         width = -(-in_features // MASK_WORD) * MASK_WORD // 8
         self.register_buffer("mask", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
-        self.register_buffer("values", torch.zeros(kept + PADDING, dtype=dtype, device=device))
+        self.register_buffer("values", torch.zeros(kept + PADDING, dtype=kind, device=device))
         self.register_buffer("row_starts", torch.zeros(out_features + 1, dtype=torch.int64, device=device))
+        scales = None
+        if format is not None:
+            scales = torch.zeros(out_features, format.groups(in_features), dtype=torch.bfloat16, device=device)
+        self.register_buffer("scales", scales)
         vector = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self.bias = None if vector is None else nn.Parameter(vector)
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> PackedLinear:
         """Pack a weight of (out, in); or (in, out), if `transposed`."""
-        out_features, in_features = reversed(weight.shape) if transposed else weight.shape
-        module = cls(in_features, out_features, bias is not None, transposed=transposed, dtype=weight.dtype)
-        module.assign(Bitmask.from_dense(weight.T if transposed else weight))
+        return cls.from_bitmask(Bitmask.from_dense(weight.T if transposed else weight), bias, transposed=transposed)
+
+    @classmethod
+    def from_bitmask(
+        cls, weight: Bitmask, bias: Tensor | None = None, *, dtype: torch.dtype | None = None, transposed: bool = False
+    ) -> PackedLinear:
+        """Build a layer of an (out, in) matrix, whose integers become a `weight` of a dtype; other values have their own."""
+        outputs, inputs = weight.shape
+        dtype = weight.values.dtype if weight.format is None else dtype
+        module = cls(inputs, outputs, bias is not None, format=weight.format, transposed=transposed, dtype=dtype)
+        module.assign(weight)
         if bias is not None:
             module.bias = nn.Parameter(bias.detach().clone())
         return module
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weight."""
-        return self.values.dtype
+        """Dtype of `weight`."""
+        return self.values.dtype if self.format is None else self._dtype
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the buffers of the weight."""
+        return RUNNING if self.format is not None else RUNNING[:-1]
 
     @property
     def bitmask(self) -> Bitmask:
         """The weight, (out, in)."""
         self.check()
-        return Bitmask((self.out_features, self.in_features), self.mask, self.values, self.row_starts)
+        return self._unchecked()
 
     @property
     def weight(self) -> Tensor:
@@ -103,7 +126,7 @@ class PackedLinear(nn.Module):
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Return the decoded weight in a dtype, (out, in)."""
-        return decode_rows(self.bitmask).to(dtype)
+        return decode_rows(self.bitmask, dtype=dtype).to(dtype)
 
     def check(self) -> None:
         """Check the buffers, if one was set since this was done. Raises InvalidSetting if they are none of a weight."""
@@ -113,12 +136,13 @@ class PackedLinear(nn.Module):
 
     def _unchecked(self) -> Bitmask:
         """Return the weight, of which nothing may be read before it is checked."""
-        return Bitmask((self.out_features, self.in_features), self.mask, self.values, self.row_starts)
+        shape = self.out_features, self.in_features
+        return Bitmask(shape, self.mask, self.values, self.row_starts, self.scales, self.format)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. Buffers are checked before they are read."""
         super().__setattr__(name, value)
-        if name in self.running:
+        if name in RUNNING:
             self._checked = False
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
@@ -128,11 +152,11 @@ class PackedLinear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) without the bias."""
-        return matmul(x, self.bitmask)
+        return self._multiply(x, None)
 
     def assign(self, weight: Bitmask) -> None:
-        """Replace the weight by one of the same shape."""
-        self.mask, self.values, self.row_starts = weight.mask, weight.values, weight.row_starts
+        """Replace the weight by one of the same shape and format."""
+        self.mask, self.values, self.row_starts, self.scales = weight.mask, weight.values, weight.row_starts, weight.scales
         self.check()
 
     def to_dense(self, dtype: torch.dtype | None = None) -> nn.Module:
@@ -155,9 +179,15 @@ class PackedLinear(nn.Module):
         is_plain = x.is_cuda and x.dtype is self.values.dtype and not torch.compiler.is_compiling()
         if is_plain and csr_triton.is_available(x.device):
             return self._multiply_compressed(x)
+        return self._multiply(x, self.bias)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Map (..., in) to (..., out) by the kernels."""
         if not self._checked:
             self.check()
-        return multiply(x, self.mask, self.values, self.row_starts, columns=self.in_features, bias=self.bias)
+        scales, group_size = (self.scales, self.format.group_size) if self.format else (None, 0)
+        options = {"columns": self.in_features, "group_size": group_size}
+        return multiply(x, self.mask, self.values, self.row_starts, scales=scales, bias=bias, **options)
 
     def _multiply_compressed(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) with the weight in the form for its GPU, made at the first call after it changed."""
@@ -171,17 +201,26 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Describe the layer."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text += f", bits={self.format.bits}, group_size={self.format.group_size}" if self.format else ""
         if not (size := self.in_features * self.out_features) or not self._checked:
             return text
         return f"{text}, sparsity={1 - self.bitmask.kept / size:.2%}"
 
     def packed_entry(self) -> PackedEntry:
         """Return what the metadata of a weight file say of the weight."""
-        return PackedEntry.of(self.weight)
+        return PackedEntry.of(self.weight, self.format, transposed=self.transposed and self.format is not None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """Move the module. What `to_empty` leaves in the buffers is refused at the next product."""
+        """Move the module. Another dtype is that of `weight`: scales keep theirs, in which kernels read them.
+
+        What `to_empty` leaves in the buffers is refused at the next product.
+        """
+        scales = self.scales
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if scales is not None and self.scales is not None:
+            self._dtype = fn(torch.empty(0, dtype=self._dtype, device=scales.device)).dtype
+            is_empty = scales.is_meta or self.scales.is_meta
+            self.scales = self.scales.bfloat16() if is_empty else scales.to(self.scales.device)
         self._check_moved()
         return self
 
@@ -217,16 +256,28 @@ class PackedLinear(nn.Module):
 
     def _encode(self) -> dict[str, Tensor]:
         """Return the parts of the stored form."""
-        return encode(self.weight)
+        return encode(self.weight if self.format is None else self.bitmask)
 
     def _decode(self, parts: Mapping[str, Tensor]) -> None:
         """Replace the weight by that of parts of the stored form, or of a dense `weight`."""
+        if self.format is not None:
+            self._decode_integers(parts, self.format)
+            return
         shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
         dense = parts["weight"]
         if dense.shape != shape:
             dense = decode(parts, shape, self.dtype).to_dense()
         dense = (dense.T if self.transposed else dense).to(self._place(dense), self.dtype)
         self.assign(Bitmask.from_dense(dense))
+
+    def _decode_integers(self, parts: Mapping[str, Tensor], format: IntegerFormat) -> None:
+        """Replace the weight by that of parts of the stored form with integers."""
+        if "weight_scales" not in parts and "weight_scales_deflated" not in parts:
+            raise InvalidSetting(
+                f"The layer has integers of {format.bits} bits, and the state has none. Load the state of such a layer."
+            )
+        weight, place = decode(parts, (self.out_features, self.in_features), self.dtype, format), self._place(parts["weight"])
+        self.assign(replace(weight, **{name: getattr(weight, name).to(place) for name in self.running}))
 
     def _place(self, part: Tensor) -> torch.device:
         """Return where a weight is loaded to: the layer's device, or that of a stored part if the layer has no memory yet."""

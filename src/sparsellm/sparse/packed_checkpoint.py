@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.linear import PackedLinear
 from sparsellm.sparse.packed_tensors import decode_matrix
-from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 DENSE = 0.9
 """Fraction of kept weights above which a layer is decoded when it is loaded: it runs faster dense."""
@@ -47,9 +45,16 @@ class PackedTensor:
     def layer(self, *, dtype: torch.dtype, transposed: bool = False) -> PackedLinear:
         """Build a layer on the meta device, without a bias, that has room for the tensor."""
         outputs, inputs = self.entry.shape[::-1] if transposed else self.entry.shape
-        integers = self.entry.integers
-        kind = PackedLinear if integers is None else partial(QuantizedLinear, format=integers)
-        return kind(inputs, outputs, False, kept=self.size, transposed=transposed, dtype=dtype, device="meta")
+        return PackedLinear(
+            inputs,
+            outputs,
+            False,
+            kept=self.size,
+            format=self.entry.integers,
+            transposed=transposed,
+            dtype=dtype,
+            device="meta",
+        )
 
     def decode(self, stored: Mapping[str, Tensor]) -> Bitmask:
         """Decode its parts, given by stored name, as a matrix."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.integers import MASK_WORD
-from sparsellm.sparse.bitmask import PADDING, Bitmask, starts_of_rows
+from sparsellm.sparse.bitmask import PADDING, Bitmask, integer_dtype, starts_of_rows
 from sparsellm.sparse.parts import DTYPES
 
 Dtypes = tuple[torch.dtype, ...]
@@ -22,9 +22,7 @@ def check_layout(weight: Bitmask) -> None:
         InvalidSetting: A part has another dtype, shape or device than kernels read, or is not contiguous and aligned.
     """
     rows, columns = weight.shape
-    kinds: Dtypes = DTYPES
-    if weight.format is not None:
-        kinds = (torch.int8,) if weight.format.bits == 8 else (torch.uint8,)
+    kinds: Dtypes = DTYPES if weight.format is None else (integer_dtype(weight.format),)
     needed: list[tuple[str, Tensor, Dtypes, tuple[int, ...]]] = [
         ("mask", weight.mask, (torch.uint8,), (rows, -(-columns // MASK_WORD) * MASK_WORD // 8)),
         ("row_starts", weight.row_starts, (torch.int64,), (rows + 1,)),

@@ -19,7 +19,6 @@ from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
-from sparsellm.sparse.quantized_linear import QuantizedLinear
 from sparsellm.sparse.running_form import check_layout, check_numbers
 
 ROWS, COLUMNS = 5, 70
@@ -40,9 +39,7 @@ def packed(form: torch.dtype | int) -> Bitmask:
 
 def layer_of(weight: Bitmask) -> PackedLinear:
     """A layer with a weight."""
-    if weight.format is not None:
-        return QuantizedLinear.from_bitmask(weight, dtype=torch.float32)
-    return PackedLinear.from_dense(weight.to_dense())
+    return PackedLinear.from_bitmask(weight, dtype=torch.float32)
 
 
 def strided(part: Tensor) -> Tensor:
