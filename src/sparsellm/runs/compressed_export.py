@@ -189,7 +189,7 @@ def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], 
     fused: dict[tuple[str, int], list[IntegerFormat]] = {}
     keys = {name: (name.removesuffix(".weight").rpartition(".")[0], shape[1]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        found = scales[name].format if name in scales else export_format(BITS_OF[values or ""])
+        found = scales[name].format if name in scales else export_format(BITS_OF[str(values)])
         group = 0 if found.groups(shape[1]) == 1 else math.gcd(found.group_size, shape[1], MAX_GROUP)
         fused.setdefault(keys[name], []).append(IntegerFormat(max(found.bits, *BITS[:1]), group))
     common = {}
