@@ -13,7 +13,7 @@ from sparsellm.checkpoints.tensor_index import locations_of
 from sparsellm.runs.output_folder import REPORT
 from sparsellm.runs.outputs import Output, read_output
 from sparsellm.runs.quantization_file import quantized_tensors
-from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.integers import IntegerFormat, integer_name
 from sparsellm.solvers.quantization import round_to_nearest
 
 MAX_GROUP = 128
@@ -65,7 +65,9 @@ def export_differences(tensors: Tensors, model: Tensors, name: str) -> tuple[lis
         elif bool(decoded[weight == 0].any()):
             differences.append(f"{key} has other numbers than 0 where it is 0 in {name}")
         elif not torch.equal(decoded, weight if there in exact else _rounded(weight, entry.bits or 0)):
-            verb = "has other values than" if there in exact else f"is not rounded to int{entry.bits} from that of"
+            verb = (
+                "has other values than" if there in exact else f"is not rounded to {integer_name(entry.bits or 0)} from that of"
+            )
             differences.append(f"{key} {verb} {name}")
     comparison = compare(tensors, model)
     different = [key for key in (*comparison.changed, *comparison.converted) if key not in entries]

@@ -28,7 +28,7 @@ from pydantic import (
 from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.errors import InvalidSetting
 from sparsellm.runs.removed import without_removed
-from sparsellm.solvers.integers import IntegerName
+from sparsellm.solvers.integers import MASK_WORD, IntegerName
 
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
@@ -234,7 +234,7 @@ class RecipeFields(RunFields):
         "whole rows for int8, about 128 kept weights for int4 and int3",
         essential=False,
         least=0,
-        multiple_of=64,
+        multiple_of=MASK_WORD,
     )
     keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
     true_sequential: bool = _method(

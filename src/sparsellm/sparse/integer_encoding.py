@@ -28,8 +28,10 @@ from sparsellm.sparse.parts import (
     Bytes,
     deflate,
     encode_mask,
+    join_halves,
     read_part,
     size_of,
+    split_halves,
 )
 
 Integers = NDArray[np.int8]
@@ -73,20 +75,13 @@ def _encode_integers(integers: Integers, format: IntegerFormat, archive: bool, *
         planes = [np.packbits(numbers >> bit & 1, bitorder="little") for bit in range(bits)]
         plain = {"weight": np.concatenate(planes)}
     else:
-        plain = {"weight": numbers.copy() if bits == 8 else _pairs(numbers)}
+        plain = {"weight": numbers.copy() if bits == 8 else join_halves(numbers)}
     if not archive:
         return plain
-    deflated = deflate({"weight": numbers if bits == 8 else _pairs(numbers)})
+    deflated = deflate({"weight": numbers if bits == 8 else join_halves(numbers)})
     if "weight_deflated" in deflated and size_of(deflated) < size_of(plain):
         return {"weight": np.zeros(0, dtype=np.uint8)} | deflated
     return plain
-
-
-def _pairs(numbers: Bytes) -> Bytes:
-    """Return the lower halves of bytes, two a byte."""
-    halves = np.zeros(-(-len(numbers) // 2) * 2, dtype=np.uint8)
-    halves[: len(numbers)] = numbers & 15
-    return halves[::2] | halves[1::2] << np.uint8(4)
 
 
 def decode_integers(stored: Mapping[str, Bytes], format: IntegerFormat, count: int, *, masked: bool) -> Integers:
@@ -98,8 +93,7 @@ def decode_integers(stored: Mapping[str, Bytes], format: IntegerFormat, count: i
     if bits == 8:
         integers = read_part(stored, "weight", count).view(np.int8)
     elif bits == 4 or deflated:
-        pairs = read_part(stored, "weight", -(-count // 2))
-        halves = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:count]
+        halves = split_halves(read_part(stored, "weight", -(-count // 2)), count)
         integers = (halves ^ 8).view(np.int8) - np.int8(8)
     else:
         plane = -(-count // 8)

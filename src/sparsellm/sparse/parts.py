@@ -53,14 +53,24 @@ def encode_mask(mask: Bytes, archive: bool) -> dict[str, Bytes]:
     """Return the mask, one bit a number: as it is or in groups of four bits, whichever is smaller; compressed for archives."""
     if archive:
         return deflate({"weight_mask": mask})
-    groups = np.stack([mask & 15, mask >> 4], axis=1).reshape(-1)
+    groups = split_halves(mask, 2 * len(mask))
     used = groups != 0
     count = int(np.count_nonzero(used))
     if mask_bytes(8 * len(mask), count) == len(mask):
         return {"weight_mask": mask}
-    pairs = np.zeros((-(-count // 2), 2), dtype=np.uint8)
-    pairs.reshape(-1)[:count] = groups[used]
-    return {"weight_mask": pairs[:, 0] | pairs[:, 1] << np.uint8(4), "weight_groups": np.packbits(used, bitorder="little")}
+    return {"weight_mask": join_halves(groups[used]), "weight_groups": np.packbits(used, bitorder="little")}
+
+
+def join_halves(numbers: Bytes) -> Bytes:
+    """Return the lower halves of bytes, two a byte, the first one lower."""
+    halves = np.zeros(-(-len(numbers) // 2) * 2, dtype=np.uint8)
+    halves[: len(numbers)] = numbers & 15
+    return halves[::2] | halves[1::2] << np.uint8(4)
+
+
+def split_halves(joined: Bytes, count: int) -> Bytes:
+    """Return the `count` halves of bytes, each in a byte of its own."""
+    return np.stack([joined & 15, joined >> 4], axis=1).reshape(-1)[:count]
 
 
 def size_of(parts: Mapping[str, Bytes]) -> int:
@@ -109,8 +119,8 @@ def decode_mask(stored: Mapping[str, Bytes], count: int) -> Bytes:
         used = np.flatnonzero(np.unpackbits(flags, count=2 * size, bitorder="little"))  # faster than a boolean index
         pairs = read_part(stored, "weight_mask", -(-len(used) // 2))
         both = np.zeros(2 * size, dtype=np.uint8)
-        both[used] = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[: len(used)]
-        mask = both[::2] | both[1::2] << np.uint8(4)
+        both[used] = split_halves(pairs, len(used))
+        mask = join_halves(both)
     if count % 8 and mask[-1] >> count % 8:
         raise BadCheckpoint("weight_mask keeps numbers behind the last one: the packed weight is damaged.")
     return mask
