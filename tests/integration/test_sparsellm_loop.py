@@ -94,6 +94,40 @@ def test_rounds_do_not_see_what_is_held_back(family: str, monkeypatch: pytest.Mo
     assert set(seen["error"]) == {15}
 
 
+def test_changes_end_before_the_error_rises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the held-out tokens: of two changes the second, with a larger error than the first, is not taken."""
+
+    def with_changes(*lengths: float) -> dict[str, torch.Tensor]:
+        def changes(*arguments: Any) -> Iterator[Weights]:
+            change = next(gauss_newton_changes(*arguments))
+            for length in lengths:
+                yield {name: (length * x, None if bias is None else length * bias) for name, (x, bias) in change.items()}
+
+        monkeypatch.setattr(block_solver, "gauss_newton_changes", changes)
+        return state(prune("llama", SparseLLM(SparseGPT(), gauss_newton_steps=1), singly=True, chosen=frozenset({0}))[0])
+
+    start, one, two = with_changes(), with_changes(1.0), with_changes(1.0, 0.9)
+    assert not all(torch.equal(one[name], tensor) for name, tensor in start.items())
+    assert all(torch.equal(two[name], tensor) for name, tensor in one.items())
+
+
+def test_a_round_that_is_worse_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as not accepted, and ends the rounds."""
+
+    def with_round(factor: float) -> tuple[dict[str, torch.Tensor], list[EpochResult]]:
+        def worse(solver: BlockSolver, *arguments: Any) -> tuple[Weights, float]:
+            weights = solver._weights(arguments[2])
+            return {name: (factor * weight, bias) for name, (weight, bias) in weights.items()}, 1.01 * arguments[3]
+
+        monkeypatch.setattr(BlockSolver, "_newton_round", worse)
+        model, steps = prune("llama", SparseLLM(SparseGPT(), gauss_newton_steps=3), singly=True, chosen=frozenset({0}))
+        return state(model), [epoch for epoch in epochs_of(steps) if epoch.step == "newton"]
+
+    (kept, told), (other, _) = with_round(1.0), with_round(0.5)
+    assert [(epoch.epoch, epoch.accepted) for epoch in told] == [(1, False)]
+    assert all(torch.equal(other[name], tensor) for name, tensor in kept.items())
+
+
 @two_families
 def test_rounds_hold_the_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gauss-Newton moves readers, writer and their biases in the block, and nothing else; every zero stays, and none comes."""
