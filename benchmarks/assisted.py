@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.texts import read_text
-from sparsellm.runs.decoding import KERNEL, TORCH
+from sparsellm.pipeline.decoding import KERNEL, TORCH
+from sparsellm.texts.texts import read_text
 
 FILE = MEASURED / "assisted.json"
 MODELS = {"demo:llama": "Llama", "demo:opt": "OPT"}

@@ -28,22 +28,22 @@ from torch import Tensor, nn
 
 import sparsellm
 from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
-from sparsellm.data.samples import calibration_windows, test_windows
-from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
+from sparsellm.formats.encoding import encode
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.runs.export import Result
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.run import run
+from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.sequential import prune_blocks
 from sparsellm.solvers.integers import SCALE_BITS, IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.quantization import round_to_nearest
-from sparsellm.sparse.encoding import encode
+from sparsellm.texts.samples import calibration_windows, test_windows
+from sparsellm.texts.texts import read_text
 
 FILE = MEASURED / "bits.json"
 SAMPLES, LENGTH, WINDOWS = 64, 256, 64

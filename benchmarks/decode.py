@@ -27,7 +27,10 @@ from measuring import MEASURED, markdown_table, measure_or_show, read_figures, w
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
-from sparsellm.runs.decoding import (
+from sparsellm.formats import kernels
+from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.linear import PackedLinear
+from sparsellm.pipeline.decoding import (
     CEILING,
     KERNEL,
     TORCH,
@@ -37,9 +40,6 @@ from sparsellm.runs.decoding import (
     weight_bytes,
     with_own_kernel,
 )
-from sparsellm.sparse import kernels
-from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.linear import PackedLinear
 
 FILE = MEASURED / "decode.json"
 SPARSITIES = (0.5, 0.7, 0.9)

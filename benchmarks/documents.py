@@ -23,9 +23,9 @@ from measuring import MEASURED, markdown_table, read_figures, record
 
 import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.samples import test_windows
-from sparsellm.data.texts import Text, read_text
 from sparsellm.evaluation.perplexity import measured
+from sparsellm.texts.samples import test_windows
+from sparsellm.texts.texts import Text, read_text
 
 FILE = MEASURED / "documents.json"
 METHODS: dict[str, dict[str, Any]] = {"SparseGPT": MAIN["SparseGPT"], "ALPS": MAIN["ALPS"], "sparsellm": OURS}

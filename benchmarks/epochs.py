@@ -19,16 +19,16 @@ from statistics import mean
 from measuring import MEASURED
 
 from sparsellm.checkpoints.loading import compute_dtype, open_checkpoint
-from sparsellm.data.samples import calibration_windows, test_windows
-from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.methods import EpochResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.sequential import prune_blocks
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.texts.samples import calibration_windows, test_windows
+from sparsellm.texts.texts import read_text
 
 PUBLISHED = PublishedSparseLLM()
 VARIANTS = {

@@ -33,13 +33,13 @@ from measuring import CUT, MEASURED, markdown_table, processor
 from results import split_stories
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.samples import test_windows
-from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.runs.display import plus_minus
-from sparsellm.runs.events import Stage
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.run import run
+from sparsellm.pipeline.display import plus_minus
+from sparsellm.pipeline.events import Stage
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run import run
+from sparsellm.texts.samples import test_windows
+from sparsellm.texts.texts import read_text
 
 PATTERNS = ("60%", "70%", "80%", "90%", "2:4", "3:4")
 SEEDS = (0, 1, 2)
@@ -225,7 +225,7 @@ def efforts_on_demo() -> list[list[str]]:
 
 
 def efforts_in_help() -> list[str]:
-    """These as the constant of `sparsellm.runs.recipe_fields` that help shows."""
+    """These as the constant of `sparsellm.pipeline.recipe_fields` that help shows."""
     times, excess = (f"{x[0]}, {x[1]} or {x[2]}" for x in zip(*efforts_on_demo(), strict=True))
     text = f"{times} times sparsegpt's, for {excess} of its excess log perplexity (demo:opt, {AT})"
     return [f'EFFORT_COSTS = "{text}"']

@@ -25,14 +25,14 @@ from torch.nn.functional import linear
 from torch.sparse import to_sparse_semi_structured
 from transformers import PreTrainedConfig
 
-from sparsellm.runs.decoding import TORCH
+from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.csr_triton import CompressedRows, matmul
+from sparsellm.formats.linear import PackedLinear
+from sparsellm.pipeline.decoding import TORCH
 from sparsellm.runtime.devices import synchronize
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.quantization import round_to_nearest
-from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.csr_triton import CompressedRows, matmul
-from sparsellm.sparse.linear import PackedLinear
 
 FILE = MEASURED / "gpu-products.json"
 ROWS, COLUMNS = 11008, 4096

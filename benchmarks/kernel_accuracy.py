@@ -18,13 +18,13 @@ from measuring import MEASURED, ROOT, markdown_table, measure_or_show, read_figu
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.texts import read_text
-from sparsellm.data.tokenization import tokenize
 from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.formats import kernels
+from sparsellm.formats.bitmask import Bitmask
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import round_to_nearest
-from sparsellm.sparse import kernels
-from sparsellm.sparse.bitmask import Bitmask
+from sparsellm.texts.texts import read_text
+from sparsellm.texts.tokenization import tokenize
 
 FILE = MEASURED / "kernel-accuracy.json"
 MODELS = ("demo:opt", "demo:llama", "wt2-opt", "wt2-llama")

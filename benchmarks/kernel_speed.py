@@ -20,10 +20,10 @@ import torch
 from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
 from torch import Tensor
 
+from sparsellm.formats import kernels, memory_reads
+from sparsellm.formats.bitmask import Bitmask
 from sparsellm.solvers.integers import BITS_OF, IntegerFormat
 from sparsellm.solvers.quantization import round_to_nearest
-from sparsellm.sparse import kernels, memory_reads
-from sparsellm.sparse.bitmask import Bitmask
 
 FILE = MEASURED / "kernel-speed.json"
 ROWS, COLUMNS = 5632, 2048

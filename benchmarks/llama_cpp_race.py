@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsellm.runs.decoding import step_weights
-from sparsellm.sparse import memory_reads
+from sparsellm.formats import memory_reads
+from sparsellm.pipeline.decoding import step_weights
 
 ROUNDS = 5
 WHOLE = "BF16"

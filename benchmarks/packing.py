@@ -26,12 +26,12 @@ from measuring import MEASURED, arguments, markdown_table, program, read_figures
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsellm.runs.packed_values import NearestIntegers, quantize
-from sparsellm.runs.report import load_report
+from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.encoding import decode, encode
+from sparsellm.pipeline.packed_values import NearestIntegers, quantize
+from sparsellm.pipeline.report import load_report
 from sparsellm.solvers.integers import BITS_OF
 from sparsellm.solvers.quantization import Quantized
-from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.encoding import decode, encode
 
 FILE = MEASURED / "packing.json"
 MODELS = ("demo:opt", "demo:llama")

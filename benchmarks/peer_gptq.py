@@ -19,14 +19,14 @@ from measuring import MEASURED, markdown_table, measure_or_show, read_figures, r
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.samples import calibration_windows
-from sparsellm.data.texts import read_text
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.quantization import round_compensated
 from sparsellm.solvers.statistics import Gram, TokenCount
+from sparsellm.texts.samples import calibration_windows
+from sparsellm.texts.texts import read_text
 
 FILE = MEASURED / "peer-gptq.json"
 GRIDS = (Grid(4), Grid(3), Grid(2), Grid(3, 64, True))

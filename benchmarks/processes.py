@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from sparsellm.activations.walk import walk
 from sparsellm.methods.layerwise import collect_statistics
 from sparsellm.models.blocks import blocks_of
-from sparsellm.recovery.block_training import split_batches
 from sparsellm.runtime import collectives, watchdog
 from sparsellm.solvers.statistics import Gram
+from sparsellm.training.block_training import split_batches
 
 FILE = MEASURED / "processes.json"
 BLOCKS, WINDOWS, LENGTH, BATCH = 3, 32, 512, 4

@@ -8,8 +8,8 @@ from excess import PATTERNS, by_seed, of_models, ratio, summary
 from matplotlib.figure import Figure
 from measuring import markdown_table
 
-from sparsellm.reports.figures import COLOURS, FAINT, INK, Plot, new_figure, style
-from sparsellm.runs.display import plus_minus
+from sparsellm.pipeline.display import plus_minus
+from sparsellm.studies.figures import COLOURS, FAINT, INK, Plot, new_figure, style
 
 ROWS: dict[str, tuple[str, ...]] = {
     "SparseGPT": ("SparseGPT",),

@@ -29,13 +29,13 @@ from measuring import CUT, MEASURED, arguments, markdown_table, program, read_fi
 from results import split_stories
 
 import sparsellm
-from sparsellm.recovery import masked_training
-from sparsellm.runs.events import GENERATING, TRAINING
-from sparsellm.runs.fingerprint import DenseCache
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.recovery import read_recovery
-from sparsellm.runs.run import run
-from sparsellm.runs.training import count_generated
+from sparsellm.pipeline.events import GENERATING, TRAINING
+from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.training import count_generated
+from sparsellm.training import masked_training
 
 PATTERNS = ("70%", "80%", "90%", "2:4")
 SEEDS = (0, 1, 2)

@@ -41,8 +41,8 @@ import time_left
 import width
 from measuring import MEASURED, ROOT, markdown_table
 
-from sparsellm.runs.decoding import PACKED, TORCH
-from sparsellm.runs.display import plus_minus
+from sparsellm.pipeline.decoding import PACKED, TORCH
+from sparsellm.pipeline.display import plus_minus
 from sparsellm.runtime.memory import human_bytes
 
 PAGES = (
@@ -62,7 +62,7 @@ PAGES = (
     "docs/few-bits.md",
     "docs/methods/sparsellm.md",
     "docs/methods/published.md",
-    "src/sparsellm/runs/recipe_fields.py",
+    "src/sparsellm/pipeline/recipe_fields.py",
 )
 PICTURES = ROOT / "docs" / "pictures"
 CHARTS = {PICTURES / "perplexity.svg": quality.chart, PICTURES / "few-bits.svg": few_bits.chart}

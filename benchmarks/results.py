@@ -22,12 +22,12 @@ import torch
 from measuring import CUT, MEASURED, markdown_table, read_figures, write_figures
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.samples import test_windows
-from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.runs.display import plus_minus
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.run import run
+from sparsellm.pipeline.display import plus_minus
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run import run
+from sparsellm.texts.samples import test_windows
+from sparsellm.texts.texts import read_text
 
 PATTERNS = ("50%", "60%", "70%", "80%", "2:4", "3:4")
 METHODS = {

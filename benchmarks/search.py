@@ -23,11 +23,11 @@ import torch
 from measuring import MEASURED, markdown_table, read_figures, record
 
 import sparsellm
-from sparsellm.reports.search import bisect
-from sparsellm.runs.fingerprint import DenseCache
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.run import run
-from sparsellm.runs.several import output_folders, run_each
+from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run import run
+from sparsellm.studies.search import bisect
+from sparsellm.studies.several import output_folders, run_each
 
 FILE = MEASURED / "search.json"
 INCREASE, HIGHEST = 0.05, 95

@@ -25,12 +25,10 @@ from torch import Tensor
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations, walk
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.samples import calibration_windows
-from sparsellm.data.texts import read_text
 from sparsellm.methods.feedforward_problem import FeedForwardProblem, weights_of
 from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.runs.recipe_methods import SOLVERS
+from sparsellm.pipeline.recipe_methods import SOLVERS
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -38,6 +36,8 @@ from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import Gram
+from sparsellm.texts.samples import calibration_windows
+from sparsellm.texts.texts import read_text
 
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"

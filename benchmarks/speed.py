@@ -34,11 +34,11 @@ from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
 from sparsellm.cli.allocator import manage_memory
-from sparsellm.runs.costs import rates
-from sparsellm.runs.events import Stage, combine_observers
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.run import run
-from sparsellm.runs.workspace import work_directory
+from sparsellm.pipeline.costs import rates
+from sparsellm.pipeline.events import Stage, combine_observers
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.workspace import work_directory
 from sparsellm.runtime.memory import peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {

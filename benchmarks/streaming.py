@@ -32,7 +32,7 @@ from measuring import (
     write_random_model,
 )
 
-from sparsellm.data.texts import read_text
+from sparsellm.texts.texts import read_text
 
 FILE, COST = MEASURED / "streaming.json", MEASURED / "streaming-cost.json"
 CHARACTERS = 30_000

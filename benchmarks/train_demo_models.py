@@ -40,8 +40,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from sparsellm.data.demo import FAMILIES, named_documents
 from sparsellm.errors import OutputExists, SparseLLMError
+from sparsellm.texts.demo import FAMILIES, named_documents
 
 WINDOW = 256  # tokens per sequence, in training and evaluation
 

@@ -31,11 +31,11 @@ from speed_tables import wide_race
 from transformers import LlamaConfig
 
 import sparsellm
-from sparsellm.runs.costs import BlockShapes, Cost, block_cost, rates
-from sparsellm.runs.events import LOADING, Stage
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.recipe_methods import method_of
-from sparsellm.runs.run import run
+from sparsellm.pipeline.costs import BlockShapes, Cost, block_cost, rates
+from sparsellm.pipeline.events import LOADING, Stage
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.recipe_methods import method_of
+from sparsellm.pipeline.run import run
 from sparsellm.solvers.patterns import parse_pattern
 
 FILE, GPU_FILE = MEASURED / "width.json", MEASURED / "width-gpu.json"

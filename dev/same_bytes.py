@@ -240,7 +240,7 @@ def make_models(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from sparsellm.data.demo import model_path
+    from sparsellm.texts.demo import model_path
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("llama"))
     size = {

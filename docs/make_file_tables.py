@@ -10,8 +10,8 @@ PAGE = Path(__file__).with_name("architecture.md")
 PACKAGE = PAGE.parents[1] / "src" / "sparsellm"
 BEGIN, END = "<!-- files: written by docs/make_file_tables.py -->\n", "<!-- end of files -->\n"
 FOLDERS = (
-    *("runtime", "data", "solvers", "models", "checkpoints", "activations", "evaluation", "methods", "pruning", "recovery"),
-    *("sparse", "runs", "reports", "cli"),
+    *("runtime", "texts", "solvers", "models", "checkpoints", "formats", "activations", "methods", "allocation", "evaluation"),
+    *("training", "pipeline", "studies", "cli"),
 )
 """The folders in the order in which they import each other."""
 

@@ -42,8 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     from sparsellm.models.sparse_matmul import max_density
-    from sparsellm.runs.compute_dtype import bf16_speedup
-    from sparsellm.runs.machine_cache import use_cache
+    from sparsellm.pipeline.compute_dtype import bf16_speedup
+    from sparsellm.pipeline.machine_cache import use_cache
     from sparsellm.runtime import alternatives
     from sparsellm.runtime.products import bf16_matmul_speedup, onednn_speedup
 

@@ -9,8 +9,8 @@ from typing import Any
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.report import Report
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.report import Report
 from sparsellm.solvers.patterns import parse_pattern
 
 

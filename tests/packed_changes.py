@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.packed_files import METHOD, STORED_KINDS
-from sparsellm.sparse.parts import PARTS
+from sparsellm.formats.parts import PARTS
 from tests.fuzzing import damage, replaced
 
 KINDS = [*STORED_KINDS.values(), "U64", "F8_E4M3"]

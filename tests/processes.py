@@ -39,8 +39,8 @@ def run(
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from sparsellm.pruning.journal import Journal
-    from sparsellm.runs import stages
+    from sparsellm.pipeline import stages
+    from sparsellm.pipeline.journal import Journal
     from tests.short_training import app
 
     stages.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
@@ -119,8 +119,8 @@ def kill_at(server: ForkServerContext, words: Sequence[object], output: Path, en
 
     The process sends the signal to itself: a signal from here may come when a short run has already ended.
     """
-    from sparsellm.pruning.journal import JOURNAL
-    from sparsellm.runs.output_folder import WORK
+    from sparsellm.pipeline.journal import JOURNAL
+    from sparsellm.pipeline.output_folder import WORK
 
     killed_at = (str(output / WORK / JOURNAL), entry)
     process = server.Process(target=run, args=([*map(str, words)], os.devnull, killed_at))

@@ -15,8 +15,8 @@ from sparsellm.activations.walk import Activations
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
-from sparsellm.pruning import sequential
-from sparsellm.pruning.sequential import Step
+from sparsellm.pipeline import sequential
+from sparsellm.pipeline.sequential import Step
 
 
 def loaded(model: PreTrainedModel, compute: torch.dtype | None = None, **settings: Any) -> LoadedModel:
@@ -40,7 +40,7 @@ def prune_blocks(
     compute: torch.dtype | None = None,
     **settings: Any,
 ) -> Iterator[Step]:
-    """`sparsellm.pruning.sequential.prune_blocks` with the metrics that the method needs."""
+    """`sparsellm.pipeline.sequential.prune_blocks` with the metrics that the method needs."""
     fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
     one = loaded(model, compute, **fields)
     if method.needs_fisher and plan and "metrics" not in settings:

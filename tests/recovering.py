@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sparsellm.methods import BlockResult
-from sparsellm.pruning.sequential import Step
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.pipeline.recovery import BlockRecovery
+from sparsellm.pipeline.sequential import Step
+from sparsellm.training.masked_training import MaskedAdam
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,16 +19,16 @@ import sparsellm
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import LAYER_RESULT
-from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.recovery.block_training import split_batches
-from sparsellm.recovery.distillation import distill, group_batches, last_states
-from sparsellm.recovery.generation import generate_samples
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.runs.export import Result
-from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.recovery import BlockRecovery
+from sparsellm.pipeline.sequential import prune_blocks
 from sparsellm.runtime import collectives, devices, process_group
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Scales
+from sparsellm.training.block_training import split_batches
+from sparsellm.training.distillation import distill, group_batches, last_states
+from sparsellm.training.generation import generate_samples
+from sparsellm.training.masked_training import MaskedAdam
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.run import run
-from sparsellm.runs.workspace import work_directory
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.workspace import work_directory
 from tests.conftest import byte_tokenizer
 
 SIZES = {"vocab_size": 260, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
     from sparsellm.evaluation.perplexity import perplexity as perplexity
+    from sparsellm.formats.transformers_quantizer import load as load
     from sparsellm.methods import BlockMethod as BlockMethod
     from sparsellm.methods import BlockResult as BlockResult
     from sparsellm.methods import LayerResult as LayerResult
@@ -35,29 +36,23 @@ if TYPE_CHECKING:
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.models.blocks import Block as Block
     from sparsellm.models.blocks import blocks_of as blocks_of
-    from sparsellm.pruning.plan import uniform_plan as uniform_plan
-    from sparsellm.pruning.sequential import prune_blocks as prune_blocks
-    from sparsellm.recovery.fixed_masks import SparsityCallback as SparsityCallback
-    from sparsellm.recovery.fixed_masks import fixed_masks as fixed_masks
-    from sparsellm.reports.interface import bench as bench
-    from sparsellm.reports.interface import report as report
-    from sparsellm.reports.interface import search as search
-    from sparsellm.reports.interface import sweep as sweep
-    from sparsellm.runs.compressed_export import export as export
-    from sparsellm.runs.export import Result as Result
-    from sparsellm.runs.inspection import inspect as inspect
-    from sparsellm.runs.interface import plan as plan
-    from sparsellm.runs.interface import prune as prune
-    from sparsellm.runs.interface import recover as recover
-    from sparsellm.runs.measuring import evaluate as evaluate
-    from sparsellm.runs.packing import pack as pack
-    from sparsellm.runs.packing import unpack as unpack
-    from sparsellm.runs.recipe import Recipe as Recipe
-    from sparsellm.runs.recovery_recipe import RecoveryRecipe as RecoveryRecipe
-    from sparsellm.runs.report import Report as Report
-    from sparsellm.runs.report import load_report as load_report
-    from sparsellm.runs.tracking import Tracked as Tracked
-    from sparsellm.runs.verification import verify as verify
+    from sparsellm.pipeline.compressed_export import export as export
+    from sparsellm.pipeline.export import Result as Result
+    from sparsellm.pipeline.inspection import inspect as inspect
+    from sparsellm.pipeline.interface import plan as plan
+    from sparsellm.pipeline.interface import prune as prune
+    from sparsellm.pipeline.interface import recover as recover
+    from sparsellm.pipeline.measuring import evaluate as evaluate
+    from sparsellm.pipeline.packing import pack as pack
+    from sparsellm.pipeline.packing import unpack as unpack
+    from sparsellm.pipeline.plan import uniform_plan as uniform_plan
+    from sparsellm.pipeline.recipe import Recipe as Recipe
+    from sparsellm.pipeline.recovery_recipe import RecoveryRecipe as RecoveryRecipe
+    from sparsellm.pipeline.report import Report as Report
+    from sparsellm.pipeline.report import load_report as load_report
+    from sparsellm.pipeline.sequential import prune_blocks as prune_blocks
+    from sparsellm.pipeline.tracking import Tracked as Tracked
+    from sparsellm.pipeline.verification import verify as verify
     from sparsellm.solvers import LayerSolver as LayerSolver
     from sparsellm.solvers import Magnitude as Magnitude
     from sparsellm.solvers import Wanda as Wanda
@@ -72,7 +67,12 @@ if TYPE_CHECKING:
     from sparsellm.solvers.statistics import Gram as Gram
     from sparsellm.solvers.statistics import InputRMS as InputRMS
     from sparsellm.solvers.statistics import TokenCount as TokenCount
-    from sparsellm.sparse.transformers_quantizer import load as load
+    from sparsellm.studies.interface import bench as bench
+    from sparsellm.studies.interface import report as report
+    from sparsellm.studies.interface import search as search
+    from sparsellm.studies.interface import sweep as sweep
+    from sparsellm.training.fixed_masks import SparsityCallback as SparsityCallback
+    from sparsellm.training.fixed_masks import fixed_masks as fixed_masks
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
@@ -93,43 +93,43 @@ _CONTENTS = {
     "Pattern": "solvers.patterns",
     "Plan": "methods",
     "PublishedSparseLLM": "methods.algorithm1",
-    "Recipe": "runs.recipe",
-    "RecoveryRecipe": "runs.recovery_recipe",
-    "Report": "runs.report",
-    "Result": "runs.export",
+    "Recipe": "pipeline.recipe",
+    "RecoveryRecipe": "pipeline.recovery_recipe",
+    "Report": "pipeline.report",
+    "Result": "pipeline.export",
     "SingularGram": "errors",
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
-    "SparsityCallback": "recovery.fixed_masks",
+    "SparsityCallback": "training.fixed_masks",
     "TokenCount": "solvers.statistics",
-    "Tracked": "runs.tracking",
+    "Tracked": "pipeline.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers",
-    "bench": "reports.interface",
+    "bench": "studies.interface",
     "blocks_of": "models.blocks",
     "collect_statistics": "methods.layerwise",
-    "evaluate": "runs.measuring",
-    "export": "runs.compressed_export",
-    "fixed_masks": "recovery.fixed_masks",
-    "inspect": "runs.inspection",
-    "load": "sparse.transformers_quantizer",
-    "load_report": "runs.report",
-    "pack": "runs.packing",
+    "evaluate": "pipeline.measuring",
+    "export": "pipeline.compressed_export",
+    "fixed_masks": "training.fixed_masks",
+    "inspect": "pipeline.inspection",
+    "load": "formats.transformers_quantizer",
+    "load_report": "pipeline.report",
+    "pack": "pipeline.packing",
     "parse_pattern": "solvers.patterns",
     "perplexity": "evaluation.perplexity",
-    "plan": "runs.interface",
+    "plan": "pipeline.interface",
     "problem_of": "methods.layerwise",
-    "prune": "runs.interface",
-    "prune_blocks": "pruning.sequential",
+    "prune": "pipeline.interface",
+    "prune_blocks": "pipeline.sequential",
     "prune_layer": "methods.layerwise",
-    "recover": "runs.interface",
-    "report": "reports.interface",
-    "search": "reports.interface",
-    "sweep": "reports.interface",
-    "uniform_plan": "pruning.plan",
-    "unpack": "runs.packing",
-    "verify": "runs.verification",
+    "recover": "pipeline.interface",
+    "report": "studies.interface",
+    "search": "studies.interface",
+    "sweep": "studies.interface",
+    "uniform_plan": "pipeline.plan",
+    "unpack": "pipeline.packing",
+    "verify": "pipeline.verification",
     "walk": "activations.walk",
 }
 
@@ -139,7 +139,7 @@ __all__ = ["__version__", *_CONTENTS]  # noqa: PLE0604  (all strings)
 def __getattr__(name: str) -> Any:
     """Import a public name on first access, so that `import sparsellm` loads neither torch nor transformers."""
     if name not in _CONTENTS:
-        advice = import_module("sparsellm.runs.removed").replacement(name)
+        advice = import_module("sparsellm.pipeline.removed").replacement(name)
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}{f'. {advice}' if advice else ''}")
     return getattr(import_module(f"sparsellm.{_CONTENTS[name]}"), name)
 
@@ -175,7 +175,7 @@ class _Registration(MetaPathFinder):
 
     def register(self) -> None:
         """Import the file that registers packed checkpoints."""
-        import_module("sparsellm.sparse.transformers_quantizer")
+        import_module("sparsellm.formats.transformers_quantizer")
 
 
 if _Registration.module in sys.modules:

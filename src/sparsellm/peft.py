@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, UnsupportedModel, first_line
-from sparsellm.recovery.fixed_masks import pruned_masks
+from sparsellm.training.fixed_masks import pruned_masks
 
 try:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -25,7 +25,7 @@ try:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, ModulesToSaveWrapper
 
-    from sparsellm.recovery.masked_lora import MASKED
+    from sparsellm.training.masked_lora import MASKED
 except ImportError:
     raise MissingPackage("LoRA needs PEFT, which is not installed: pip install 'sparsellm[train]'.") from None
 

@@ -50,9 +50,9 @@ def models(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(scope="session")
 def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The five outputs; not to be written to."""
-    from sparsellm.runs.recipe_file import read_recipe
-    from sparsellm.runs.run import run
-    from sparsellm.runs.workspace import work_directory
+    from sparsellm.pipeline.recipe_file import read_recipe
+    from sparsellm.pipeline.run import run
+    from sparsellm.pipeline.workspace import work_directory
 
     made: dict[str, Path] = {}
     for name, (model, settings) in OUTPUTS.items():
@@ -68,7 +68,7 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of random models with the bundled models' classes and tokenizers, two blocks and a quarter of the width."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from sparsellm.data.demo import FAMILIES, model_path
+    from sparsellm.texts.demo import FAMILIES, model_path
 
     folders = {}
     for family in FAMILIES:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
+from sparsellm.allocation.scores import round_to_total
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.pruning.allocation import round_to_total
-from sparsellm.pruning.plan import plan_from_file
-from sparsellm.pruning.selection import LayerName
+from sparsellm.pipeline.plan import plan_from_file
+from sparsellm.pipeline.selection import LayerName
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.conftest import report_of
 

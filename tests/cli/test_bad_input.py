@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import Result
 
 from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.runs.recipe_fields import METHODS
+from sparsellm.pipeline.recipe_fields import METHODS
 from tests.fuzzing import limited
 
 Command = Callable[..., Result]
@@ -142,7 +142,7 @@ def test_trackers(tiny: dict[str, Path], tmp_path: Path, command: Command, monke
         refused(command(*words, "--report-to", "wandbb"), "--report-to", "'wandbb'", "'wandb'")
         refused(command(*words, "--report-to", "mlfow"), "'mlfow'", "'mlflow'")
         with monkeypatch.context() as patched:
-            patched.setattr("sparsellm.runs.tracking.get_available_trackers", list)
+            patched.setattr("sparsellm.pipeline.tracking.get_available_trackers", list)
             refused(command(*words, "--report-to", "trackio"), "trackio is not installed", "pip install trackio")
     assert list(tmp_path.iterdir()) == [sweep]
 
@@ -394,7 +394,7 @@ def test_failure_while_writing_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr("sparsellm.runs.export.write_shard", full)
+    monkeypatch.setattr("sparsellm.pipeline.export.write_shard", full)
     words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
     refused(command(*words), "disk is full", "3 blocks are finished and kept", "--resume")
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
@@ -413,7 +413,7 @@ def test_interruption_leaves_nothing(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparsellm.runs.stages.prune_blocks", interrupt)
+    monkeypatch.setattr("sparsellm.pipeline.stages.prune_blocks", interrupt)
     result = command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
     assert result.exit_code == 130
     assert "interrupted" in result.stderr

@@ -14,12 +14,12 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint
-from sparsellm.reports.speed_plots import HEAD
-from sparsellm.runs import speed
-from sparsellm.runs.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
-from sparsellm.runs.packed_card import record_speed
-from sparsellm.runs.speed_record import Bench
-from sparsellm.sparse import kernels, memory_reads, transformers_quantizer
+from sparsellm.formats import kernels, memory_reads, transformers_quantizer
+from sparsellm.pipeline import speed
+from sparsellm.pipeline.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
+from sparsellm.pipeline.packed_card import record_speed
+from sparsellm.pipeline.speed_record import Bench
+from sparsellm.studies.speed_plots import HEAD
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]

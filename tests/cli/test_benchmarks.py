@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsellm.runs.recipe import Recipe
+from sparsellm.pipeline.recipe import Recipe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

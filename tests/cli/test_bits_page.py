@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from sparsellm.reports.page import report_page
+from sparsellm.studies.page import report_page
 from tests.cli.test_report_page import check
 
 Command = Callable[..., Result]

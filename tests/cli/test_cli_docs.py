@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from sparsellm.cli.app import app
 from sparsellm.cli.options import recipe_options
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS, METHODS, MethodName, SolverName
-from sparsellm.runs.recipe_methods import SOLVERS
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_fields import ALLOCATIONS, METHODS, MethodName, SolverName
+from sparsellm.pipeline.recipe_methods import SOLVERS
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]

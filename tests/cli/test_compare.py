@@ -20,11 +20,11 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import Difference, Parts
-from sparsellm.reports.compare import Comparison, _notes, read_comparison
-from sparsellm.reports.page import comparison_page, verdict
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.report import Perplexities, Report
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.report import Perplexities, Report
 from sparsellm.runtime.memory import human_bytes
+from sparsellm.studies.compare import Comparison, _notes, read_comparison
+from sparsellm.studies.page import comparison_page, verdict
 from tests.made_up import accuracy
 
 Command = Callable[..., Result]

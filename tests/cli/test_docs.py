@@ -19,8 +19,8 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from sparsellm.data.yaml_files import read_mapping
-from sparsellm.runs.recipe import Recipe
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.texts.yaml_files import read_mapping
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -91,7 +91,7 @@ def test_every_example_runs(
     monkeypatch.chdir(tmp_path)
     as_written = bundled and page in AS_WRITTEN
     if not bundled:
-        monkeypatch.setattr("sparsellm.data.demo.model_path", small_models.__getitem__)
+        monkeypatch.setattr("sparsellm.texts.demo.model_path", small_models.__getitem__)
     tried: list[object] = []
 
     def refuse(*words: object, **_: object) -> None:

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.pruning.journal import Journal
-from sparsellm.runs.events import EventLog, Note
-from sparsellm.runs.output_folder import LOG, WORK
+from sparsellm.pipeline.events import EventLog, Note
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.output_folder import LOG, WORK
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

@@ -13,10 +13,10 @@ import torch
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.data.json_files import durable
-from sparsellm.runs.packed_card import record_speed
-from sparsellm.runs.speed_record import Bench
+from sparsellm.pipeline.packed_card import record_speed
+from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.offload import OffloadManager
+from sparsellm.texts.json_files import durable
 from tests.cli.conftest import tensors_of
 from tests.cli.test_bad_input import refused
 
@@ -41,8 +41,8 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(
     name: str, made: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = [word.format(**made) for word in CONVERSIONS[name]]
-    monkeypatch.setattr("sparsellm.runs.conversion.FileWriter", None)
-    monkeypatch.setattr("sparsellm.runs.conversion.free_disk", lambda folder: 10_000)
+    monkeypatch.setattr("sparsellm.pipeline.conversion.FileWriter", None)
+    monkeypatch.setattr("sparsellm.pipeline.conversion.free_disk", lambda folder: 10_000)
     out = tmp_path / "out"
     refused(command(*line, out), f"{out}: ", " of disk are needed, and 9.8 KiB are free. Write to another disk.")
     assert list(tmp_path.iterdir()) == []
@@ -54,7 +54,7 @@ def test_the_bytes_that_are_needed_are_those_that_are_written(
 ) -> None:
     """The output, and its largest file once more, which is joined from parts."""
     told: list[int] = []
-    monkeypatch.setattr("sparsellm.runs.conversion.check_disk", lambda output, needed, free: told.append(needed))
+    monkeypatch.setattr("sparsellm.pipeline.conversion.check_disk", lambda output, needed, free: told.append(needed))
     line = [word.format(**made) for word in CONVERSIONS[name]]
     assert command(*line, tmp_path / "out").exit_code == 0
     written = 2 * sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up(
     name: str, made: dict[str, Path], tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparsellm.checkpoints.packed_files.FileWriter.add", full)
-    monkeypatch.setattr("sparsellm.runs.export.write_shard", full)
+    monkeypatch.setattr("sparsellm.pipeline.export.write_shard", full)
     line = [word.format(**made) for word in CONVERSIONS.get(name, ("prune", str(tiny["opt"])))]
     out = tmp_path / "out"
     ran = command(*line, out, *(("--method", "magnitude") if name == "prune" else ()))

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from sparsellm.cli import info
 from sparsellm.cli.app import app
-from sparsellm.runs.recipe_fields import METHODS
-from sparsellm.sparse import kernel_library, kernels, memory_reads
+from sparsellm.formats import kernel_library, kernels, memory_reads
+from sparsellm.pipeline.recipe_fields import METHODS
 
 ROOT = Path(__file__).parents[2]
 

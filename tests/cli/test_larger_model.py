@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsellm.data.demo import named_documents
-from sparsellm.runs.recipe import SCOPE_STEPS
+from sparsellm.pipeline.recipe import SCOPE_STEPS
+from sparsellm.texts.demo import named_documents
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 LINE = "The number {} is the sum of the weights that are in the layer, and it is not the same in each of them.\n\n"

@@ -20,12 +20,12 @@ from typer.testing import Result
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.tensor_index import TensorLocation, read_stored
 from sparsellm.cli.console import table
-from sparsellm.data.large_files import SHORT
-from sparsellm.data.samples import calibration_windows
-from sparsellm.data.texts import read_text
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
-from sparsellm.pruning import selection
-from sparsellm.pruning.selection import name_matcher
+from sparsellm.pipeline import selection
+from sparsellm.pipeline.selection import name_matcher
+from sparsellm.texts.large_files import SHORT
+from sparsellm.texts.samples import calibration_windows
+from sparsellm.texts.texts import read_text
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer
 
@@ -94,7 +94,7 @@ def test_an_unreadable_text_is_told_before_the_model_is_opened(
     tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Mock(side_effect=AssertionError("the model was opened"))
-    monkeypatch.setattr("sparsellm.runs.loading.open_checkpoint", opened)
+    monkeypatch.setattr("sparsellm.pipeline.loading.open_checkpoint", opened)
     for option in ("--calibration", "--evaluate"):
         words = ("prune", tiny["llama"], tmp_path / "out", "--method", "wanda", "--calibration", "demo", option)
         refused(command(*words, tmp_path / "no.txt"), "There is no file")
@@ -157,7 +157,7 @@ def test_one_long_line_is_read_once(form: str, tmp_path: Path, monkeypatch: pyte
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     text = read_text(str(file), "calibration")
     parsed = Mock(wraps=json.loads)
-    monkeypatch.setattr("sparsellm.data.large_files.json.loads", parsed)
+    monkeypatch.setattr("sparsellm.texts.large_files.json.loads", parsed)
     drawn = calibration_windows(text, tokenizer, samples=24, sequence_length=32, seed=0, documents="joined")
     assert drawn.windows.shape == torch.Size([24, 32])
     assert parsed.call_count <= 2

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, OutputExists
-from sparsellm.reports.output_files import check_files, write_files
+from sparsellm.studies.output_files import check_files, write_files
 
 Command = Callable[..., Result]
 
@@ -75,7 +75,7 @@ def test_a_page_that_cannot_be_written(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     for work in ("report_page", "read_comparison", "measure_bench"):
-        monkeypatch.setattr(f"sparsellm.reports.interface.{work}", None)
+        monkeypatch.setattr(f"sparsellm.studies.interface.{work}", None)
     page = tmp_path / "file" / "page.html"
     refused = command(*words(name, made, page))
     assert refused.exit_code == 1

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from sparsellm.errors import NonFinite
-from sparsellm.runs.interface import prune
+from sparsellm.pipeline.interface import prune
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import TokenCount
 from tests.cli.test_bad_input import refused

@@ -24,9 +24,9 @@ import sparsellm
 from sparsellm.checkpoints import packed_files, tensor_index
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
-from sparsellm.runs import conversion, packed_documents
+from sparsellm.formats import packed_checkpoint
+from sparsellm.pipeline import conversion, packed_documents
 from sparsellm.solvers import quantization
-from sparsellm.sparse import packed_checkpoint
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OPTConfig
 
 import sparsellm
+from sparsellm.formats import kernels
 from sparsellm.runtime import native
-from sparsellm.sparse import kernels
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "250"))
 """Changed models. 20,000 take about ten minutes of a processor that is not shared."""

@@ -20,8 +20,8 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.runs import packed_documents, packing
-from sparsellm.runs.quantization_file import read_scales
+from sparsellm.pipeline import packed_documents, packing
+from sparsellm.pipeline.quantization_file import read_scales
 from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage

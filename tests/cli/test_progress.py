@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.data.samples import test_windows
-from sparsellm.runs.events import Event, Schedule, Stage
+from sparsellm.pipeline.events import Event, Schedule, Stage
+from sparsellm.texts.samples import test_windows
 
 Command = Callable[..., Result]
 SMALL = ("--samples", 4, "--sequence-length", 32)
@@ -24,7 +24,7 @@ SMALL = ("--samples", 4, "--sequence-length", 32)
 @pytest.fixture(autouse=True)
 def fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A JSON line for every event."""
-    monkeypatch.setattr("sparsellm.runs.display.Json.share", 0.0)
+    monkeypatch.setattr("sparsellm.pipeline.display.Json.share", 0.0)
 
 
 def states(text: str) -> Iterator[dict]:
@@ -167,10 +167,10 @@ def test_stages_of_a_gradual_pruning_do_not_say_what_they_cannot_know(
 
 
 def test_the_demo_has_a_time_left_in_its_last_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsellm.runs.demonstration.SAMPLES", 2)
-    monkeypatch.setattr("sparsellm.runs.demonstration.test_windows", partial(test_windows, limit=4))
+    monkeypatch.setattr("sparsellm.studies.demonstration.SAMPLES", 2)
+    monkeypatch.setattr("sparsellm.studies.demonstration.test_windows", partial(test_windows, limit=4))
     methods = {"magnitude": "", "wanda": ""}
-    monkeypatch.setattr("sparsellm.runs.demonstration.METHODS", methods)
+    monkeypatch.setattr("sparsellm.studies.demonstration.METHODS", methods)
     ran = command("demo", "--progress", "json")
     assert ran.exit_code == 0, ran.stderr
     assert check(ran.stderr) == ["loading", "pruning", "measuring"] * 2
@@ -239,15 +239,15 @@ def test_commands_without_a_run_are_displayed_in_a_pipe(
 
 def test_a_long_stage_is_displayed_again(made: dict[str, Path], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of several gigabytes takes minutes: the line comes again with the time that has passed."""
-    verify = sparsellm.runs.verification.verify
+    verify = sparsellm.pipeline.verification.verify
 
     def slow(*given: object, **settings: object) -> object:
         time.sleep(0.5)
         return verify(*given, **settings)
 
-    monkeypatch.setattr("sparsellm.runs.verification.verify", slow)
-    monkeypatch.setattr("sparsellm.runs.display.Plain.seconds", 0.1)
-    monkeypatch.setattr("sparsellm.runs.display.REFRESH_SECONDS", 0.05)
+    monkeypatch.setattr("sparsellm.pipeline.verification.verify", slow)
+    monkeypatch.setattr("sparsellm.pipeline.display.Plain.seconds", 0.1)
+    monkeypatch.setattr("sparsellm.pipeline.display.REFRESH_SECONDS", 0.05)
     assert command("verify", made["run"]).stderr.count("verifying") > 1
 
 

@@ -20,10 +20,10 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.runs.card import fenced, plain
-from sparsellm.runs.publication import Paths
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.report import Report
+from sparsellm.pipeline.card import fenced, plain
+from sparsellm.pipeline.publication import Paths
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.report import Report
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

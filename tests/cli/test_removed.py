@@ -18,11 +18,11 @@ import sparsellm
 from sparsellm import load_report
 from sparsellm.cli.app import app
 from sparsellm.errors import InvalidSetting
-from sparsellm.reports.page import report_page
-from sparsellm.reports.sweep_file import read_sweep
-from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.removed import REMOVED, asks_for_removed, without_removed
+from sparsellm.pipeline.recipe_fields import RecipeFields, RecoveryFields
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.removed import REMOVED, asks_for_removed, without_removed
+from sparsellm.studies.page import report_page
+from sparsellm.studies.sweep_file import read_sweep
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]

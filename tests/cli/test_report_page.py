@@ -24,16 +24,16 @@ import sparsellm
 from sparsellm.cli import prune as cli_prune
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge
 from sparsellm.methods import BlockResult, EpochResult
-from sparsellm.reports.commands import run_command, sweep_yaml
-from sparsellm.reports.figures import Plot
-from sparsellm.reports.page import report_page, verdict
-from sparsellm.reports.run_plots import at_bound, convergence, run_plots
-from sparsellm.reports.sweep_file import read_sweep
-from sparsellm.reports.sweep_runner import saved_sweep
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.report import PrunedReport, Report, load_report
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_file import validated
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.report import PrunedReport, Report, load_report
+from sparsellm.studies.commands import run_command, sweep_yaml
+from sparsellm.studies.figures import Plot
+from sparsellm.studies.page import report_page, verdict
+from sparsellm.studies.run_plots import at_bound, convergence, run_plots
+from sparsellm.studies.sweep_file import read_sweep
+from sparsellm.studies.sweep_runner import saved_sweep
 from tests import made_up
 from tests.made_up import accuracy, perplexity
 
@@ -541,7 +541,7 @@ def test_errors_of_a_sweep_name_settings_as_it_was_started(
     def fail(*_: object, **__: object) -> None:
         raise TooLarge("Too large. Pass `batch_size=1`.")
 
-    monkeypatch.setattr("sparsellm.reports.sweep_runner.run", fail)
+    monkeypatch.setattr("sparsellm.studies.sweep_runner.run", fail)
     file, out = tmp_path / "sweep.yaml", tmp_path / "sweep"
     recipe = {"model": str(loud["llama"]), "method": "magnitude"}
     file.write_text(yaml.safe_dump({"recipe": recipe, "axes": {"sparsity": ["50%", "60%"]}}), encoding="utf-8")

@@ -23,14 +23,14 @@ from sparsellm.errors import InvalidSetting, TargetNotReached
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.methods import BlockResult
-from sparsellm.reports import search as searching
-from sparsellm.reports.search import bisect
-from sparsellm.reports.sweep_runner import CellFolder
-from sparsellm.reports.target import Decision, Target, outcome, undecided_note
-from sparsellm.reports.target import point_of as real_point
-from sparsellm.runs.events import NextRun, Note
-from sparsellm.runs.report import Report, load_report
-from sparsellm.runs.results import Point
+from sparsellm.pipeline.events import NextRun, Note
+from sparsellm.pipeline.report import Report, load_report
+from sparsellm.pipeline.results import Point
+from sparsellm.studies import search as searching
+from sparsellm.studies.search import bisect
+from sparsellm.studies.sweep_runner import CellFolder
+from sparsellm.studies.target import Decision, Target, outcome, undecided_note
+from sparsellm.studies.target import point_of as real_point
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.cli.test_several import compared

@@ -16,9 +16,9 @@ import sparsellm
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
-from sparsellm.pruning.journal import Journal
-from sparsellm.runs.output_folder import WORK
-from sparsellm.runs.recipe import SCOPE_STEPS
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.output_folder import WORK
+from sparsellm.pipeline.recipe import SCOPE_STEPS
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
 

@@ -27,15 +27,15 @@ from sparsellm.cli.console import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.differences import Parts
 from sparsellm.methods import BlockResult
-from sparsellm.reports.commands import sweep_yaml
-from sparsellm.reports.comparison import Row, grid, table, to_csv, to_json, to_markdown
-from sparsellm.reports.measures import Figure, error_legend, mean_over_seeds
-from sparsellm.reports.page import sweep_verdict
-from sparsellm.reports.sweep_cells import Sweep
-from sparsellm.reports.sweep_file import read_sweep
-from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
-from sparsellm.runs import cached_allocation, measuring, run, stages
-from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.pipeline import cached_allocation, measuring, run, stages
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.studies.commands import sweep_yaml
+from sparsellm.studies.comparison import Row, grid, table, to_csv, to_json, to_markdown
+from sparsellm.studies.measures import Figure, error_legend, mean_over_seeds
+from sparsellm.studies.page import sweep_verdict
+from sparsellm.studies.sweep_cells import Sweep
+from sparsellm.studies.sweep_file import read_sweep
+from sparsellm.studies.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
 from tests import made_up
 from tests.cli.test_bad_input import refused
 from tests.made_up import perplexity

@@ -23,11 +23,11 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import InvalidSetting, MissingPackage
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.pruning.journal import Journal
-from sparsellm.runs import tracking
-from sparsellm.runs.events import Begun, Note
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.tracking import Tracked
+from sparsellm.pipeline import tracking
+from sparsellm.pipeline.events import Begun, Note
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.tracking import Tracked
 from sparsellm.solvers.patterns import Unstructured
 from tests.conftest import report_of
 
@@ -150,7 +150,7 @@ def test_a_run_that_is_cut_off_is_ended(tiny: dict[str, Path], monkeypatch: pyte
     with pytest.raises(InvalidSetting), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", include="fc9", observe=tracked)
     assert (own.runs, own.started) == ([], 0)
-    monkeypatch.setattr("sparsellm.runs.stages.prune_blocks", interrupt)
+    monkeypatch.setattr("sparsellm.pipeline.stages.prune_blocks", interrupt)
     with pytest.raises(KeyboardInterrupt), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", observe=tracked)
     assert own.finished == 1
@@ -169,7 +169,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Recorder:
             assert project == "sparsellm"
             return recorder
 
-    monkeypatch.setattr("sparsellm.runs.tracking.get_available_trackers", lambda: ["own"])
+    monkeypatch.setattr("sparsellm.pipeline.tracking.get_available_trackers", lambda: ["own"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "own", Registered)
     return recorder
 
@@ -198,9 +198,9 @@ def test_a_resumed_run_has_whole_charts(
         return plain(self, block, result)
 
     words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--report-to", "own")
-    monkeypatch.setattr("sparsellm.pruning.journal.Journal.keep", keep)
+    monkeypatch.setattr("sparsellm.pipeline.journal.Journal.keep", keep)
     assert command(*words).exit_code == 130
-    monkeypatch.setattr("sparsellm.pruning.journal.Journal.keep", plain)
+    monkeypatch.setattr("sparsellm.pipeline.journal.Journal.keep", plain)
     assert command(*words, "--resume").exit_code == 0
     charts = [by_name(rows)["error/fc1"] for _, rows in own.runs]
     assert [len(chart) for chart in charts] == [2, 3]
@@ -212,7 +212,7 @@ def test_what_cannot_track_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown name with the nearest known one; a missing package with how to install it."""
     with pytest.raises(InvalidSetting, match=r"`report_to` got 'tensorbord'.*'tensorboard'"):
         Tracked("tensorbord")
-    monkeypatch.setattr("sparsellm.runs.tracking.get_available_trackers", list)
+    monkeypatch.setattr("sparsellm.pipeline.tracking.get_available_trackers", list)
     with pytest.raises(MissingPackage, match=r"The tracker trackio is not installed: pip install trackio"):
         Tracked("trackio")
 
@@ -325,7 +325,7 @@ def test_wandb_offline(place: Path, tiny: dict[str, Path], text_file: Path) -> N
 def test_wandb_without_a_login_is_refused(place: Path) -> None:
     """Before any work, with what to do."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    line = "from sparsellm.runs.tracking import Tracked; Tracked('wandb')"
+    line = "from sparsellm.pipeline.tracking import Tracked; Tracked('wandb')"
     done = subprocess.run(
         [sys.executable, "-c", line], capture_output=True, text=True, check=False, env=environment, stdin=subprocess.DEVNULL
     )

@@ -348,7 +348,7 @@ def test_an_output_without_a_report(
 
 def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither zeros nor the dense model tell what a kept weight should be: it is held against the memory."""
-    from sparsellm.runs import export
+    from sparsellm.pipeline import export
 
     written = export._document
 

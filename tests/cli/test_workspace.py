@@ -21,9 +21,9 @@ from sparsellm import prune
 from sparsellm.errors import BadCheckpoint, TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
-from sparsellm.pruning.journal import JOURNAL, Journal
-from sparsellm.runs.output_folder import SCALES_FILE, WORK
-from sparsellm.runs.output_lock import EXPORT, REPLACED
+from sparsellm.pipeline.journal import JOURNAL, Journal
+from sparsellm.pipeline.output_folder import SCALES_FILE, WORK
+from sparsellm.pipeline.output_lock import EXPORT, REPLACED
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -314,9 +314,9 @@ def test_messages_agree(
         raise error
 
     if stage == cause == "verification":
-        monkeypatch.setattr("sparsellm.runs.verification.count_zeros", lambda _: -1)
+        monkeypatch.setattr("sparsellm.pipeline.verification.count_zeros", lambda _: -1)
     elif stage == "verification":
-        monkeypatch.setattr("sparsellm.runs.export.check_written", fail)
+        monkeypatch.setattr("sparsellm.pipeline.export.check_written", fail)
     else:
         ends(kept, error)
     ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")
@@ -345,7 +345,7 @@ def test_an_error_before_the_journal_is_read_keeps_it(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsellm.runs.run.prepare", interrupt)
+        patch.setattr("sparsellm.pipeline.run.prepare", interrupt)
         ran = command(*base, "--resume")
     assert "interrupted; blocks that were finished before are kept: pass --resume" in " ".join(ran.stderr.split())
     ran = command(*base, "--seed", 1, "--resume")

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import sparsellm
-from sparsellm.runs.output_folder import LOG, REPORT, WORK, is_finished
-from sparsellm.runs.output_lock import EXPORT
+from sparsellm.pipeline.output_folder import LOG, REPORT, WORK, is_finished
+from sparsellm.pipeline.output_lock import EXPORT
 from tests import processes
 
 DRAWN = ("--calibration", "{text}", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")

@@ -19,8 +19,8 @@ from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.gate_update import solve_gate
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.sequential import Step
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

@@ -11,14 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsellm.activations.fisher import FisherFactors
+from sparsellm.allocation import budget as balance
+from sparsellm.allocation import scores as allocation
+from sparsellm.allocation.budget import CAUTION
+from sparsellm.allocation.scores import allocate, owl
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning import allocation, balance
-from sparsellm.pruning.allocation import allocate, owl
-from sparsellm.pruning.balance import CAUTION
-from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform_plan
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
 
@@ -157,7 +158,7 @@ def test_one_pass_of_the_dense_model_serves_every_sparsity(
     factors: dict[str, FisherFactors] = {}
     assert allocate(rule, model, batches(), plans[0], cache=journal, factors=factors) == expected[0]
     with monkeypatch.context() as without_passes:
-        for place in ("sparsellm.pruning.allocation.walk", "sparsellm.activations.fisher.run_backward"):
+        for place in ("sparsellm.allocation.scores.walk", "sparsellm.activations.fisher.run_backward"):
             without_passes.delattr(place)
         resumed = Journal.resume(tmp_path, {})
         assert allocate(rule, model, batches(), plans[1], cache=resumed, factors=factors) == expected[1]

@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import linear
 
 import sparsellm
+from sparsellm.formats import kernels
+from sparsellm.formats.bitmask import Bitmask
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import matmul_of, max_density
-from sparsellm.pruning.journal import Journal
-from sparsellm.runs import startup
+from sparsellm.pipeline import startup
+from sparsellm.pipeline.journal import Journal
 from sparsellm.runtime import alternatives, devices, products
-from sparsellm.sparse import kernels
-from sparsellm.sparse.bitmask import Bitmask
 
 CPU = torch.device("cpu")
 

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 import sparsellm
 from sparsellm.activations.fisher import FisherFactors, weight_costs
+from sparsellm.allocation import error_curves
+from sparsellm.allocation.bits import BitBudget, LayerFormat, bit_range
+from sparsellm.allocation.error_curves import DENSITIES, DESCENT, ROUNDED, ErrorCurve, measure_errors
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import LayerResult
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning import error_curves
-from sparsellm.pruning.bit_allocation import BitBudget, LayerFormat, bit_range
-from sparsellm.pruning.error_curves import DENSITIES, DESCENT, ROUNDED, ErrorCurve, measure_errors
-from sparsellm.pruning.plan import uniform_plan
+from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers.integers import WIDTHS, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.allocation.scores import fisher
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.comparison import Tensors, compare
 from sparsellm.checkpoints.loading import open_checkpoint
@@ -25,9 +26,8 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.evaluation.perplexity import perplexity, streamed_perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.allocation import fisher
-from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform_plan
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused

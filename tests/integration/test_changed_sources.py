@@ -16,8 +16,8 @@ import sparsellm
 from sparsellm import prune
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
-from sparsellm.runs import conversion, export, packing
-from sparsellm.runs import run as runs
+from sparsellm.pipeline import conversion, export, packing
+from sparsellm.pipeline import run as runs
 from tests.pairwise import pairwise
 
 if TYPE_CHECKING:

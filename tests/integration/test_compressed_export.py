@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import sparsellm
 from sparsellm.checkpoints.exported_files import pack_integers, unpack_integers
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, UnsupportedModel
-from sparsellm.runs.output_folder import SCALES_FILE
-from sparsellm.runs.packing import pack
-from sparsellm.runs.quantization_file import write_scales
+from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.pipeline.packing import pack
+from sparsellm.pipeline.quantization_file import write_scales
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Quantized, Scales, round_to_nearest
 from tests.conftest import byte_tokenizer

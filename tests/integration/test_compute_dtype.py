@@ -21,16 +21,16 @@ from sparsellm.activations.walk import walk
 from sparsellm.evaluation.perplexity import streamed_perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
-from sparsellm.pruning.journal import Journal
-from sparsellm.runs import compute_dtype, planning, startup
-from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
-from sparsellm.runs.costs import work
-from sparsellm.runs.events import RECOVERING, TRAINING
-from sparsellm.runs.preparation import Prepared
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_methods import method_of
-from sparsellm.runs.recovery import read_recovery
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline import compute_dtype, planning, startup
+from sparsellm.pipeline.compute_dtype import bf16_speedup, choose_products
+from sparsellm.pipeline.costs import work
+from sparsellm.pipeline.events import RECOVERING, TRAINING
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.preparation import Prepared
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_methods import method_of
+from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.alps import ALPS
 from tests.conftest import long_unless
 from tests.integration.test_families import tiny as of_family

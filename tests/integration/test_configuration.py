@@ -17,7 +17,7 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, SparseLLMError, UnsupportedModel
-from sparsellm.runs.interface import prune
+from sparsellm.pipeline.interface import prune
 from tests.cli.test_headers import refused_by_all
 from tests.integration.test_families import CONFIGS
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparsellm.runs import decoding
-from sparsellm.runs.decoding import (
+from sparsellm.formats import kernels, linear, memory_reads
+from sparsellm.formats.linear import PackedLinear
+from sparsellm.pipeline import decoding
+from sparsellm.pipeline.decoding import (
     CEILING,
     PACKED,
     TORCH,
@@ -22,8 +24,6 @@ from sparsellm.runs.decoding import (
     weight_bytes,
     with_own_kernel,
 )
-from sparsellm.sparse import kernels, linear, memory_reads
-from sparsellm.sparse.linear import PackedLinear
 
 READ = 1000
 """Bytes a second that the made-up memory delivers to a thread."""

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsellm.data import demo
-from sparsellm.data.demo import FAMILIES, is_held_out, model_path, named_documents
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, OutputExists
+from sparsellm.texts import demo
+from sparsellm.texts.demo import FAMILIES, is_held_out, model_path, named_documents
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -137,7 +137,7 @@ def test_model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_demo_imports_nothing_heavy() -> None:
     """The package and the text need the standard library alone."""
-    code = "import sys, sparsellm.data.demo; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = "import sys, sparsellm.texts.demo; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -175,7 +175,7 @@ def test_a_change_of_the_dtype_is_told(dense: Path, tmp_path: Path, command: Com
 
 def silent(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """An output whose files and report agree, as one that a run wrote in silence."""
-    from sparsellm.runs.verification import proven
+    from sparsellm.pipeline.verification import proven
 
     report = report_of(folder)
     change(report)
@@ -234,9 +234,9 @@ def test_one_file_becomes_one_file_and_shards_stay_shards(tiny: dict[str, Path],
         out = tmp_path / f"out-{len(settings)}"
         ran = prune(shards, "magnitude", "50%", **settings) if not settings else None
         if ran is None:
-            from sparsellm.runs.recipe_file import read_recipe
-            from sparsellm.runs.run import run
-            from sparsellm.runs.workspace import work_directory
+            from sparsellm.pipeline.recipe_file import read_recipe
+            from sparsellm.pipeline.run import run
+            from sparsellm.pipeline.workspace import work_directory
 
             recipe = read_recipe({"model": str(shards), "method": "magnitude", **settings})
             with work_directory(out, resume=False, restart=False) as work:

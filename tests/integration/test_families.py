@@ -26,23 +26,23 @@ from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.feedforward import PlainFeedForward
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.recovery.distillation import distill, last_states
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.runs.inspection import inspect
-from sparsellm.runs.loading import choose_placement, open_model
-from sparsellm.runs.planning import estimate
-from sparsellm.runs.preparation import make_plan, prepare
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.report import Report
-from sparsellm.runs.run import run
-from sparsellm.runs.workspace import work_directory
+from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.loading import choose_placement, open_model
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.planning import estimate
+from sparsellm.pipeline.preparation import make_plan, prepare
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.workspace import work_directory
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
+from sparsellm.training.distillation import distill, last_states
+from sparsellm.training.masked_training import MaskedAdam
 from tests.conftest import byte_tokenizer, long_unless
 from tests.pruning import prune_blocks, walk
 from tests.recovering import block_recovery

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.pruning.journal import JOURNAL
-from sparsellm.runs import fingerprint
-from sparsellm.runs.events import Event, Note
-from sparsellm.runs.fingerprint import DenseCache, contents, model_fingerprint
+from sparsellm.pipeline import fingerprint
+from sparsellm.pipeline.events import Event, Note
+from sparsellm.pipeline.fingerprint import DenseCache, contents, model_fingerprint
+from sparsellm.pipeline.journal import JOURNAL
 
 
 @pytest.fixture

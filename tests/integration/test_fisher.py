@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from sparsellm.activations import fisher
 from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.fisher import weight_costs
+from sparsellm.allocation import scores as allocation
+from sparsellm.allocation.budget import smallest_sums
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pruning import allocation
-from sparsellm.pruning.balance import smallest_sums
-from sparsellm.pruning.plan import uniform_plan
+from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_allocation import caught, half_way

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
-from sparsellm.recovery.fixed_masks import DEEPSPEED, FixedMasks, pruned_masks
+from sparsellm.training.fixed_masks import DEEPSPEED, FixedMasks, pruned_masks
 from tests.conftest import byte_tokenizer
 from tests.training import arguments, kept_zeros, pruned_model, same_zeros, token_batches, train, zeros_of
 

@@ -16,10 +16,10 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.files import card_terms, check_files
 from sparsellm.checkpoints.loading import context_length
-from sparsellm.data.texts import read_text
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.runs.outputs import read_output
+from sparsellm.pipeline.outputs import read_output
+from sparsellm.texts.texts import read_text
 from tests.conftest import long_unless
 
 Command = Callable[..., Result]

@@ -20,8 +20,8 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runs.inspection import inspect
+from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

@@ -17,27 +17,27 @@ from safetensors.torch import load_file
 
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.texts import read_text
 from sparsellm.errors import CannotResume
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import plan_from_file, uniform_plan
-from sparsellm.pruning.selection import LayerName
-from sparsellm.reports.comparison import table, to_markdown
-from sparsellm.reports.measures import measures
-from sparsellm.reports.page import report_page
-from sparsellm.reports.sweep_file import read_sweep
-from sparsellm.reports.sweep_runner import CellFolder, saved_sweep
-from sparsellm.reports.sweep_runner import _open as save_sweep
-from sparsellm.runs.inspection import inspect, planned_patterns
-from sparsellm.runs.loading import check_vocabulary
-from sparsellm.runs.outputs import foreign_file, read_finished
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.recipe_methods import method_of
-from sparsellm.runs.report import load_report
+from sparsellm.pipeline.inspection import inspect, planned_patterns
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.loading import check_vocabulary
+from sparsellm.pipeline.outputs import foreign_file, read_finished
+from sparsellm.pipeline.plan import plan_from_file, uniform_plan
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.recipe_methods import method_of
+from sparsellm.pipeline.report import load_report
+from sparsellm.pipeline.selection import LayerName
 from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.studies.comparison import table, to_markdown
+from sparsellm.studies.measures import measures
+from sparsellm.studies.page import report_page
+from sparsellm.studies.sweep_file import read_sweep
+from sparsellm.studies.sweep_runner import CellFolder, saved_sweep
+from sparsellm.studies.sweep_runner import _open as save_sweep
+from sparsellm.texts.texts import read_text
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced
 

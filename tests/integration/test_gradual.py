@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sparsellm import prune, recover, verify
-from sparsellm.reports.page import report_page
-from sparsellm.runs.gradual import read_stages
-from sparsellm.runs.recovery import read_recovery
+from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.studies.gradual import read_stages
+from sparsellm.studies.page import report_page
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of

@@ -22,8 +22,8 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.architectures import ARCHITECTURES, ROUTERS
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.experts import expert_members, experts_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runs.inspection import inspect
+from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram

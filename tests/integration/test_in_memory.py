@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import sparsellm
-from sparsellm.data.in_memory import is_plain_text, read_in_memory
-from sparsellm.data.padding import PADDING
-from sparsellm.data.rows import Conversation
-from sparsellm.data.samples import calibration_windows, test_windows
-from sparsellm.data.texts import Text, read_text
 from sparsellm.errors import BadText
+from sparsellm.texts.in_memory import is_plain_text, read_in_memory
+from sparsellm.texts.padding import PADDING
+from sparsellm.texts.rows import Conversation
+from sparsellm.texts.samples import calibration_windows, test_windows
+from sparsellm.texts.texts import Text, read_text
 from tests.conftest import byte_tokenizer
 
 if TYPE_CHECKING:

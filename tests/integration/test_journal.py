@@ -19,14 +19,14 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step
-from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.sequential import Step
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.training.masked_training import MaskedAdam
 from tests.conftest import long_unless
 from tests.integration.test_block_loader import random_model, saved, windows
 from tests.pruning import prune_blocks

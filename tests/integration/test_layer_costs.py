@@ -24,17 +24,17 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.reports.page import report_page
-from sparsellm.runs import layer_costs
-from sparsellm.runs.cached_allocation import cached_allocation
-from sparsellm.runs.events import Event, Note
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.token_sequences import read_test
+from sparsellm.pipeline import layer_costs
+from sparsellm.pipeline.cached_allocation import cached_allocation
+from sparsellm.pipeline.events import Event, Note
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.token_sequences import read_test
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.studies.page import report_page
 from tests import made_up
 from tests.integration.test_families import tiny as of_family
 from tests.integration.test_sparsellm_method import batches

@@ -19,12 +19,12 @@ from sparsellm.methods import BlockResult, Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step
-from sparsellm.recovery.block_training import refine_block, split_batches, windows_a_step
-from sparsellm.recovery.masked_training import MaskedAdam, Pieces
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.sequential import Step
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.training.block_training import refine_block, split_batches, windows_a_step
+from sparsellm.training.masked_training import MaskedAdam, Pieces
 from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from typer.testing import Result
 
 from sparsellm import prune, recover, verify
+from sparsellm.allocation.scores import allocate
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.methods import BlockMethod, BlockResult
@@ -28,19 +29,18 @@ from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.coverage import coverage_of
 from sparsellm.models.output_head import blocks_and_head, logits_of_states, outside_parameters, states_entering_head
-from sparsellm.pruning.allocation import allocate
-from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import list_layers, uniform_plan
-from sparsellm.recovery import distillation
-from sparsellm.recovery.distillation import last_states, loss_terms
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.reports.page import report_page
-from sparsellm.runs.inspection import inspect
+from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.plan import list_layers, uniform_plan
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
+from sparsellm.studies.page import report_page
+from sparsellm.training import distillation
+from sparsellm.training.distillation import last_states, loss_terms
+from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
 from tests.conftest import long_unless
 from tests.pruning import prune_blocks

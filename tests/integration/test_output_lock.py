@@ -15,8 +15,8 @@ from filelock import FileLock
 
 from sparsellm import prune
 from sparsellm.errors import CannotResume
-from sparsellm.runs.output_folder import REPORT, WORK
-from sparsellm.runs.output_lock import EXPORT, LOCK, REPLACED, locked, recover_output, replacing
+from sparsellm.pipeline.output_folder import REPORT, WORK
+from sparsellm.pipeline.output_lock import EXPORT, LOCK, REPLACED, locked, recover_output, replacing
 
 Command = Callable[..., Result]
 QUICK = ("--sparsity", "60%", "--samples", 6, "--sequence-length", 32, "--batch-size", 2, "--method", "wanda")

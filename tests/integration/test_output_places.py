@@ -12,8 +12,9 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import OutputExists
-from sparsellm.runs import compressed_export, export, output_lock, packing, several, workspace
-from sparsellm.runs.output_folder import REPORT, WORK
+from sparsellm.pipeline import compressed_export, export, output_lock, packing, workspace
+from sparsellm.pipeline.output_folder import REPORT, WORK
+from sparsellm.studies import several
 from tests.conftest import long_unless
 
 Command = Callable[..., Result]

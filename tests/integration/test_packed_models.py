@@ -23,11 +23,11 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
-from sparsellm.runs.decoding import weight_bytes
-from sparsellm.runs.packing import pack, unpack
-from sparsellm.sparse import transformers_quantizer, weight_converter
-from sparsellm.sparse.experts import PackedExperts
-from sparsellm.sparse.linear import PackedLinear
+from sparsellm.formats import transformers_quantizer, weight_converter
+from sparsellm.formats.experts import PackedExperts
+from sparsellm.formats.linear import PackedLinear
+from sparsellm.pipeline.decoding import weight_bytes
+from sparsellm.pipeline.packing import pack, unpack
 from tests.conftest import TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
 

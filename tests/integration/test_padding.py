@@ -26,21 +26,21 @@ from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.fisher import weight_costs
 from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
 from sparsellm.activations.walk import walk
-from sparsellm.data.in_memory import read_in_memory
-from sparsellm.data.padding import PADDING, sequence_lengths, unpadded_batches
 from sparsellm.methods.feedforward_problem import HELD
 from sparsellm.methods.layerwise import LayerWise, collect_statistics
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.recovery.block_training import refine_block, split_batches
-from sparsellm.recovery.distillation import distill, group_batches, last_states
-from sparsellm.recovery.generation import generate_samples
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.runs.events import Note
+from sparsellm.pipeline.events import Note
+from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.statistics import Gram
+from sparsellm.texts.in_memory import read_in_memory
+from sparsellm.texts.padding import PADDING, sequence_lengths, unpadded_batches
+from sparsellm.training.block_training import refine_block, split_batches
+from sparsellm.training.distillation import distill, group_batches, last_states
+from sparsellm.training.generation import generate_samples
+from sparsellm.training.masked_training import MaskedAdam
 from tests.conftest import long_unless
 from tests.integration.test_sensitivity import outputs_of
 from tests.pruning import prune_blocks

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from sparsellm.data.samples import test_windows
-from sparsellm.data.texts import read_text
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.texts.samples import test_windows
+from sparsellm.texts.texts import read_text
 
 SHARED = Path(__file__).parents[3] / "shared"
 VOCABULARY, LENGTH = 96, 24

@@ -18,22 +18,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from sparsellm import prune
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data import demo
 from sparsellm.errors import BadCheckpoint
 from sparsellm.methods import BlockResult
 from sparsellm.models import sparse_matmul
-from sparsellm.runs.costs import rates, solver_cost
-from sparsellm.runs.events import LOADING, Note, Stage
-from sparsellm.runs.planning import plan_run
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.recipe_methods import SOLVERS
-from sparsellm.runs.run import run
-from sparsellm.runs.token_sequences import draw_windows
-from sparsellm.runs.workspace import work_directory
+from sparsellm.pipeline.costs import rates, solver_cost
+from sparsellm.pipeline.events import LOADING, Note, Stage
+from sparsellm.pipeline.planning import plan_run
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.recipe_methods import SOLVERS
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.token_sequences import draw_windows
+from sparsellm.pipeline.workspace import work_directory
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
+from sparsellm.texts import demo
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of
 from tests.meter import Meter
@@ -310,7 +310,7 @@ def test_what_fits_only_block_by_block_is_read_so(
 def test_a_disk_that_is_too_small_is_refused(
     folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsellm.runs.planning.free_disk", lambda folder: 10_000)
+    monkeypatch.setattr("sparsellm.pipeline.planning.free_disk", lambda folder: 10_000)
     words = ("--calibration", text_file, "--method", "wanda", *QUICK, "--max-memory", "40MB")
     parts = ("of disk are needed, and 9.8 KiB are free", "another disk")
     refused(command("prune", folders["llama"], tmp_path / "out", *words), *parts)
@@ -352,7 +352,7 @@ def test_out_of_memory_on_the_device(
         plain(self, inputs)
 
     monkeypatch.setattr(Gram, "update", update)
-    monkeypatch.setattr("sparsellm.pruning.sequential._prune_block", _counting(finished))
+    monkeypatch.setattr("sparsellm.pipeline.sequential._prune_block", _counting(finished))
     words = ("--calibration", text_file, "--method", "sparsegpt", "--sparsity", "60%", "--samples", 64, "--sequence-length", 32)
     ran = command("prune", folders["llama"], tmp_path / "out", *words)
     assert ran.exit_code == 0, ran.stderr
@@ -389,7 +389,7 @@ def test_a_model_in_memory_is_not_planned(folders: dict[str, Path], text_file: P
 
 def _counting(finished: list[int]) -> Callable[..., object]:
     """`_prune_block`, noting each block that it finishes."""
-    from sparsellm.pruning import sequential
+    from sparsellm.pipeline import sequential
 
     plain = sequential._prune_block
 

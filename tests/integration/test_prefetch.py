@@ -18,13 +18,13 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runs.loading import choose_placement, open_model
-from sparsellm.runs.planning import estimate, fit_to_memory
-from sparsellm.runs.preparation import make_plan, prepare
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.report import Report
+from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.loading import choose_placement, open_model
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.planning import estimate, fit_to_memory
+from sparsellm.pipeline.preparation import make_plan, prepare
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.report import Report
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_block_loader import saved, windows

@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
-from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
-from sparsellm.runs.events import NextRun, Note, Stage
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.settings import EvaluationSettings, PruneSettings, RecoverySettings
+from sparsellm.pipeline.events import NextRun, Note, Stage
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.settings import EvaluationSettings, PruneSettings, RecoverySettings
+from sparsellm.texts.in_memory import CalibrationData
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Pa
 
 def test_shards_index_and_chat_template(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model in memory is written in shards with an index, with its tokenizer and chat template; all verified."""
-    monkeypatch.setattr("sparsellm.runs.export.SHARD_SIZE", "20KB")
+    monkeypatch.setattr("sparsellm.pipeline.export.SHARD_SIZE", "20KB")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny["llama"]), AutoTokenizer.from_pretrained(tiny["llama"])
     tokenizer.chat_template = "{{ messages }}"
     out = sparsellm.prune(model, "magnitude", "3:4", tokenizer=tokenizer).save_pretrained(tmp_path / "out")

@@ -18,22 +18,22 @@ from sparsellm import load_report, prune, recover, verify
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.methods import BlockResult
-from sparsellm.recovery import distillation
-from sparsellm.recovery.block_training import split_batches
-from sparsellm.recovery.distillation import (
+from sparsellm.pipeline.events import Event
+from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.output_folder import WORK
+from sparsellm.pipeline.recovery import RATE
+from sparsellm.pipeline.training import model_step
+from sparsellm.studies.page import report_page
+from sparsellm.training import distillation
+from sparsellm.training.block_training import split_batches
+from sparsellm.training.distillation import (
     distill,
     group_batches,
     last_states,
     model_training,
 )
-from sparsellm.recovery.generation import generate_samples
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.reports.page import report_page
-from sparsellm.runs.events import Event
-from sparsellm.runs.inspection import inspect
-from sparsellm.runs.output_folder import WORK
-from sparsellm.runs.recovery import RATE
-from sparsellm.runs.training import model_step
+from sparsellm.training.generation import generate_samples
+from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -297,7 +297,7 @@ def test_another_pruned_checkpoint_is_another_run(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("sparsellm.runs.report.Report.warnings", interrupted)
+        context.setattr("sparsellm.pipeline.report.Report.warnings", interrupted)
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm import prune
-from sparsellm.recovery import masked_training
-from sparsellm.runs.events import RECOVERING, Stage
-from sparsellm.runs.output_folder import WORK
-from sparsellm.runs.recovery import read_recovery
-from sparsellm.runs.run import run
-from sparsellm.runs.workspace import work_directory
+from sparsellm.pipeline.events import RECOVERING, Stage
+from sparsellm.pipeline.output_folder import WORK
+from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.workspace import work_directory
+from sparsellm.training import masked_training
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of

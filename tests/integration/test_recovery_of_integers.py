@@ -17,13 +17,13 @@ from torch import Tensor
 import sparsellm
 from sparsellm import prune, recover, verify
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
-from sparsellm.recovery import distillation
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.runs import training
-from sparsellm.runs.gradual import read_stages
-from sparsellm.runs.output_folder import SCALES_FILE
-from sparsellm.runs.quantization_file import read_scales
-from sparsellm.runs.recovery import read_recovery
+from sparsellm.pipeline import training
+from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.pipeline.quantization_file import read_scales
+from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.studies.gradual import read_stages
+from sparsellm.training import distillation
+from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparsellm import prune
-from sparsellm.pruning import journal
-from sparsellm.runs import stages
-from sparsellm.runs.estimates import RunPlan
-from sparsellm.runs.events import Stage
-from sparsellm.runs.planning import plan_run
-from sparsellm.runs.recovery import read_recovery
-from sparsellm.runs.run import run
-from sparsellm.runs.workspace import work_directory
+from sparsellm.pipeline import journal, stages
+from sparsellm.pipeline.estimates import RunPlan
+from sparsellm.pipeline.events import Stage
+from sparsellm.pipeline.planning import plan_run
+from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.workspace import work_directory
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 from tests.meter import Meter
@@ -41,7 +40,7 @@ def test_plan_tells_what_a_recovery_takes(
     pruned: Path, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By stage, without verifying the weights; a model and a block scope, and the settings of `recover`."""
-    monkeypatch.setattr("sparsellm.runs.recovery.verify", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr("sparsellm.pipeline.recovery.verify", lambda *_, **__: pytest.fail("the weights were read"))
     base = ("plan", tiny["llama"], tmp_path / "out", "--recover", pruned, "--calibration", text_file, *WORDS)
     ran = command(*base, "--steps", 10, "--layers")
     assert ran.exit_code == 0, ran.stderr
@@ -87,7 +86,7 @@ def test_what_a_planned_recovery_refuses(
     refused(command("plan", "--recover", pruned, *text), "name the dense model: sparsellm plan MODEL --recover", status=2)
     refused(command("plan", tiny["llama"], "--recover", pruned, *text, "--sparsity", "50%"), "Unknown field 'sparsity'")
     refused(command("plan", tiny["llama"], *text, "--steps", 5), "Unknown field 'steps'")
-    monkeypatch.setattr("sparsellm.runs.planning.free_disk", lambda folder: 10_000)
+    monkeypatch.setattr("sparsellm.pipeline.planning.free_disk", lambda folder: 10_000)
     words = ("--against", tiny["llama"], *text, "--steps", 2)
     refused(command("recover", pruned, tmp_path / "out", *words), "of disk are needed, and 9.8 KiB are free")
     assert list(tmp_path.iterdir()) == []

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from sparsellm import load_report, pack, prune, recover, unpack, verify
 from sparsellm.errors import InvalidSetting
-from sparsellm.recovery import distillation
-from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.reports.page import report_page
-from sparsellm.runs import recipe, training
+from sparsellm.pipeline import recipe, training
 from sparsellm.runtime import products
+from sparsellm.studies.page import report_page
+from sparsellm.training import distillation
+from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sparsellm
-from sparsellm.data.samples import calibration_windows, test_windows
-from sparsellm.data.texts import Text, read_text
-from sparsellm.data.tokenization import tokenize
 from sparsellm.errors import BadText, InvalidSetting, Unreachable
+from sparsellm.texts.samples import calibration_windows, test_windows
+from sparsellm.texts.texts import Text, read_text
+from sparsellm.texts.tokenization import tokenize
 
 SHARED = Path(__file__).parents[3] / "shared"
 BOS, PAD = 1, 2
@@ -237,7 +237,7 @@ def test_without_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> N
 def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
     """With HF_HUB_OFFLINE and an empty cache there is one error at once, and not a line of the libraries' own."""
     code = (
-        "from sparsellm.data.texts import read_text; from sparsellm.errors import Unreachable\n"
+        "from sparsellm.texts.texts import read_text; from sparsellm.errors import Unreachable\n"
         "try: read_text('wikitext2', 'test')\n"
         "except Unreachable as error: assert 'HF_HUB_OFFLINE is set' in str(error)"
     )
@@ -249,7 +249,7 @@ def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
 
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's text comes from its own module, the held-out part to test; a Python without sources says so."""
-    from sparsellm.data import texts
+    from sparsellm.texts import texts
 
     monkeypatch.setattr(texts, "_read_demo", texts._read_demo.__wrapped__)  # what a process read stays read
     monkeypatch.setattr(texts.demo, "named_documents", lambda part: {"a": part, "b": "b"})

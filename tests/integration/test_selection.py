@@ -15,8 +15,8 @@ from typer.testing import Result
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pruning.plan import list_layers, uniform_plan
-from sparsellm.pruning.selection import layer_names
+from sparsellm.pipeline.plan import list_layers, uniform_plan
+from sparsellm.pipeline.selection import layer_names
 from sparsellm.solvers.patterns import NM, Unstructured
 
 Command = Callable[..., Result]

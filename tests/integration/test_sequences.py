@@ -19,15 +19,15 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import Result
 
-from sparsellm.data import samples, tokenized
-from sparsellm.data.padding import PADDING
-from sparsellm.data.samples import Sequences, calibration_windows, test_windows
-from sparsellm.data.texts import Text, read_text
-from sparsellm.data.tokenization import adds_bos
 from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.evaluation.perplexity import perplexity
-from sparsellm.recovery.generation import generate_samples
-from sparsellm.runs.measuring import evaluate
+from sparsellm.pipeline.measuring import evaluate
+from sparsellm.texts import samples, tokenized
+from sparsellm.texts.padding import PADDING
+from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
+from sparsellm.texts.texts import Text, read_text
+from sparsellm.texts.tokenization import adds_bos
+from sparsellm.training.generation import generate_samples
 from tests.conftest import byte_tokenizer, report_of
 from tests.integration.test_samples import BOS, counting, runs, tokenizer, written
 

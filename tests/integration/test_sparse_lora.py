@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
-from sparsellm.recovery.fixed_masks import FixedMasks
+from sparsellm.training.fixed_masks import FixedMasks
 from tests.conftest import byte_tokenizer
 from tests.training import arguments, kept_zeros, pruned_model, same_zeros, sequences, token_batches, zeros_of
 

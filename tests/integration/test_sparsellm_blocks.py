@@ -12,9 +12,9 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_methods import method_of
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_methods import method_of
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

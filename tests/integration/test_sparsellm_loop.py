@@ -16,7 +16,7 @@ from sparsellm.methods.feedforward_problem import FeedForwardProblem, Weights
 from sparsellm.methods.gauss_newton import gauss_newton_changes
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.sequential import Step
+from sparsellm.pipeline.sequential import Step
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT

@@ -18,8 +18,8 @@ from sparsellm.activations.streams import CaptureRequest
 from sparsellm.methods import EpochResult, LayerResult, targets
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.sequential import Step
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.runs.inspection import inspect
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.run import run
-from sparsellm.runs.workspace import work_directory
+from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.workspace import work_directory
 from tests.cli.test_headers import refused_by_all
 from tests.conftest import byte_tokenizer, long_unless, report_of
 from tests.integration.test_families import CONFIGS

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 import sparsellm
 from sparsellm.models.blocks import blocks_of
-from sparsellm.runs.recipe import SCOPE_STEPS
+from sparsellm.pipeline.recipe import SCOPE_STEPS
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Scales
 from tests.integration.test_bit_allocation import packed_bits

@@ -26,8 +26,8 @@ from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.selection import select_blocks
+from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.selection import select_blocks
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT

@@ -22,25 +22,25 @@ PACKAGE = ROOT / "src" / "sparsellm"
 MAY_IMPORT = {
     "errors": set(),
     "runtime": {"errors"},
-    "data": {"errors", "runtime"},
+    "texts": {"errors", "runtime"},
     "solvers": {"errors", "runtime"},
-    "models": {"errors", "runtime", "data", "solvers"},
-    "checkpoints": {"errors", "runtime", "data", "solvers", "models"},
+    "models": {"errors", "runtime", "texts", "solvers"},
+    "checkpoints": {"errors", "runtime", "texts", "solvers", "models"},
+    "formats": {"errors", "runtime", "texts", "solvers", "models", "checkpoints"},
     "activations": {"errors", "runtime", "solvers", "models"},
-    "evaluation": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations"},
     "methods": {"errors", "runtime", "solvers", "models", "activations"},
-    "pruning": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations", "methods"},
-    "recovery": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations", "methods"},
-    "sparse": {"errors", "runtime", "data", "solvers", "models", "checkpoints"},
+    "allocation": {"errors", "runtime", "solvers", "models", "activations", "methods"},
+    "evaluation": {"errors", "runtime", "texts", "solvers", "models", "checkpoints", "activations"},
+    "training": {"errors", "runtime", "texts", "solvers", "models", "checkpoints", "activations", "methods"},
 }
 """By folder (or lone file), the folders that it may import besides itself, in the order of docs/architecture.md."""
 
-MAY_IMPORT["peft"] = {"errors", "recovery"}
-BELOW_RUNS = set(MAY_IMPORT)
+MAY_IMPORT["peft"] = {"errors", "training"}
+BELOW_PIPELINE = set(MAY_IMPORT)
 MAY_IMPORT |= {
-    "runs": BELOW_RUNS,
-    "reports": BELOW_RUNS | {"runs"},
-    "cli": BELOW_RUNS | {"runs", "reports"},
+    "pipeline": BELOW_PIPELINE,
+    "studies": BELOW_PIPELINE | {"pipeline"},
+    "cli": BELOW_PIPELINE | {"pipeline", "studies"},
     "__main__": {"cli"},
 }
 
@@ -54,7 +54,7 @@ def within(*folders: str) -> list[str]:
     return files
 
 
-QUIET = within("runtime", "solvers", "models", "activations", "methods", "pruning", "recovery", "sparse")
+QUIET = within("runtime", "solvers", "models", "formats", "activations", "methods", "allocation", "training")
 
 LOUD_LIBRARIES = {"datasets", "lm_eval", "typer", "click", "rich", "logging", "requests", "httpx", "huggingface_hub"}
 LOUD_LIBRARIES |= {"wandb", "tensorboard", "trackio"}
@@ -113,7 +113,7 @@ def run_time_nodes(module: ast.Module) -> Iterator[ast.AST]:
 
 def test_pruning_in_python_imports_few_files() -> None:
     """What `LayerWise(SparseGPT())` and `prune_blocks` import, without the `__init__` of folders."""
-    files, waiting = set(), {"methods/layerwise", "solvers/sparsegpt", "pruning/sequential"}
+    files, waiting = set(), {"methods/layerwise", "solvers/sparsegpt", "pipeline/sequential"}
     while waiting:
         files |= waiting
         nodes = (node for file in waiting for node in run_time_nodes(parse(file)))

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import sparsellm
-from sparsellm.data.json_files import read_record
 from sparsellm.errors import InvalidSetting
-from sparsellm.reports.page import report_page
-from sparsellm.reports.sweep_runner import FINISHED
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.removed import REMOVED
-from sparsellm.runs.report import Report
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.removed import REMOVED
+from sparsellm.pipeline.report import Report
+from sparsellm.studies.page import report_page
+from sparsellm.studies.sweep_runner import FINISHED
+from sparsellm.texts.json_files import read_record
 
 REPORTS = Path(__file__).parents[1] / "reports"
 RECOVERIES = ("recovered", "gradual")

@@ -23,12 +23,12 @@ LET_PASS = ("raise_unless_damaged(error)", "out_of_memory(error)", "MemoryError"
 ELSEWHERE = {
     "peft.py": "an adapter on a model that is in memory already",
     "runtime/devices.py": "the trial of a device",
-    "data/chat_templates.py": "a template may ask for endless memory",
-    "runs/hub.py": "an upload",
-    "runs/tracking.py": "trackers",
+    "texts/chat_templates.py": "a template may ask for endless memory",
+    "pipeline/hub.py": "an upload",
+    "pipeline/tracking.py": "trackers",
     "cli/options.py": "usage",
     "checkpoints/files.py": "a circle of links",
-    "data/paths.py": "an unknown home folder",
+    "texts/paths.py": "an unknown home folder",
 }
 """Files whose translations are of something else."""
 
@@ -65,11 +65,11 @@ def test_every_kind_is_known(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "where"),
     [
-        ("prune", ("prune", "demo:opt", "OUT/new", "--method", "magnitude"), "sparsellm.runs.several.run_each"),
-        ("plan", ("plan", "demo:opt", "--method", "magnitude"), "sparsellm.runs.planning.plan_run"),
-        ("verify", ("verify", "OUT"), "sparsellm.runs.verification.verify"),
-        ("pack", ("pack", "demo:opt", "OUT/new"), "sparsellm.runs.packing.pack"),
-        ("report", ("report", "OUT"), "sparsellm.reports.interface.report"),
+        ("prune", ("prune", "demo:opt", "OUT/new", "--method", "magnitude"), "sparsellm.studies.several.run_each"),
+        ("plan", ("plan", "demo:opt", "--method", "magnitude"), "sparsellm.pipeline.planning.plan_run"),
+        ("verify", ("verify", "OUT"), "sparsellm.pipeline.verification.verify"),
+        ("pack", ("pack", "demo:opt", "OUT/new"), "sparsellm.pipeline.packing.pack"),
+        ("report", ("report", "OUT"), "sparsellm.studies.interface.report"),
     ],
 )
 def test_every_command_says_so(

@@ -16,9 +16,9 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.documents import folder_for_transformers
 from sparsellm.checkpoints.headers import TensorHeader
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
-from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel, first_line
 from sparsellm.models.architectures import ARCHITECTURES
+from sparsellm.texts.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -14,8 +14,8 @@ from sparsellm.checkpoints.files import SHARDS
 from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
 from sparsellm.checkpoints.stored_form import is_computed
 from sparsellm.checkpoints.tensor_index import TensorLocation, row_chunks
-from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, plural
+from sparsellm.texts.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

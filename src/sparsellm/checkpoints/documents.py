@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
-from sparsellm.data.json_files import BOM, read_json
 from sparsellm.errors import BadCheckpoint
+from sparsellm.texts.json_files import BOM, read_json
 
 CONFIG = "config.json"
 MODULES = "modules.json"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsellm.data import demo
-from sparsellm.data.json_files import IS_POINTER, LFS_POINTER, is_path, read_json
-from sparsellm.data.paths import local_path
-from sparsellm.data.yaml_files import read_strings
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_line, printable
+from sparsellm.texts import demo
+from sparsellm.texts.json_files import IS_POINTER, LFS_POINTER, is_path, read_json
+from sparsellm.texts.paths import local_path
+from sparsellm.texts.yaml_files import read_strings
 
 DEMO = "demo:"
 """Prefix of the names of bundled models."""

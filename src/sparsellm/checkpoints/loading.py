@@ -31,12 +31,12 @@ from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.checkpoints.unmapped import read_unmapped
-from sparsellm.data.paths import local_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
+from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -120,7 +120,7 @@ class Checkpoint:
         return model.eval(), DiskWeights(model, locations, torch_dtype, device=device, prefetch=prefetch)
 
     def load(self, dtype: str = "auto", device: torch.device | str | None = "cpu", **keywords: Any) -> PreTrainedModel:
-        """Load the model, in evaluation mode. The layers of a packed model are `sparsellm.sparse.linear.PackedLinear`.
+        """Load the model, in evaluation mode. The layers of a packed model are `sparsellm.formats.linear.PackedLinear`.
 
         Args:
             dtype: A name as for `dtype`.

@@ -16,9 +16,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from sparsellm.data.json_files import build_mapping
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, first_line
 from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
+from sparsellm.texts.json_files import build_mapping
 
 METHOD = "sparsellm"
 """`quant_method` of a packed checkpoint's configuration, and the metadata of a weight file that list packed tensors."""
@@ -118,7 +118,7 @@ _decoders: dict[str, tuple[tuple[str, ...], Decode]] = {}
 
 
 def register_decoder(parts: tuple[str, ...], decode: Decode) -> None:
-    """Set how packed tensors are decoded. `sparsellm.sparse` does so, which this folder may not import.
+    """Set how packed tensors are decoded. `sparsellm.formats` does so, which this folder may not import.
 
     Args:
         parts: Names of the parts of a tensor called `weight`.

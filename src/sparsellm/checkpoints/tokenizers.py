@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import folder_for_transformers
-from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, MissingPackage, first_line
+from sparsellm.texts.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

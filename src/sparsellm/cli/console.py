@@ -23,11 +23,11 @@ from rich.text import Text
 
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
-from sparsellm.runs.recipe_fields import RecipeFields
-from sparsellm.runs.wording import wording
+from sparsellm.pipeline.recipe_fields import RecipeFields
+from sparsellm.pipeline.wording import wording
 
 if TYPE_CHECKING:
-    from sparsellm.runs.display import Mode
+    from sparsellm.pipeline.display import Mode
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
@@ -158,8 +158,8 @@ def displayed(name: str, context: typer.Context, mode: Mode = "auto") -> Iterato
     Yields:
         The function to call with what is done next.
     """
-    from sparsellm.runs.display import Display
-    from sparsellm.runs.events import Stage
+    from sparsellm.pipeline.display import Display
+    from sparsellm.pipeline.events import Stage
 
     with Display(mode, partial(in_options, context=context)) as display:
         display(Stage(name))
@@ -225,7 +225,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 def print_json(data: Any) -> None:
     """Print one JSON document to stdout."""
-    from sparsellm.data.json_files import strict_json
+    from sparsellm.texts.json_files import strict_json
 
     print(strict_json(data))
 

@@ -12,20 +12,20 @@ from rich.console import Console
 from sparsellm.cli.console import print_line, show, table
 from sparsellm.errors import MAX_MESSAGE, plural, printable
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
-from sparsellm.reports.compare import Comparison
-from sparsellm.reports.measures import capitalized, figure_of
-from sparsellm.runs.display import percent, plus_minus
-from sparsellm.runs.estimates import RunPlan, human_seconds
-from sparsellm.runs.inspection import Inspection, LayerZeros
-from sparsellm.runs.layer_costs import worst_layers_table
-from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.recipe_fields import RULES
-from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.report import Report, When
-from sparsellm.runs.results import Point
-from sparsellm.runs.training_outcome import describe_losses
+from sparsellm.pipeline.display import percent, plus_minus
+from sparsellm.pipeline.estimates import RunPlan, human_seconds
+from sparsellm.pipeline.inspection import Inspection, LayerZeros
+from sparsellm.pipeline.layer_costs import worst_layers_table
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_fields import RULES
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.report import Report, When
+from sparsellm.pipeline.results import Point
+from sparsellm.pipeline.training_outcome import describe_losses
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import integer_name
+from sparsellm.studies.compare import Comparison
+from sparsellm.studies.measures import capitalized, figure_of
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
 

@@ -47,8 +47,8 @@ def evaluate(
     Example: sparsellm evaluate opt-70 --against demo:opt --text demo
     """
     with in_process_group(context) as is_main:
-        from sparsellm.runs.early_checks import check_inputs
-        from sparsellm.runs.recipe_file import read_recipe
+        from sparsellm.pipeline.early_checks import check_inputs
+        from sparsellm.pipeline.recipe_file import read_recipe
 
         if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
@@ -56,9 +56,9 @@ def evaluate(
 
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import print_evaluation
-        from sparsellm.runs.display import Display
-        from sparsellm.runs.measuring import evaluate_recipes
-        from sparsellm.runs.recipe_file import read_recipe
+        from sparsellm.pipeline.display import Display
+        from sparsellm.pipeline.measuring import evaluate_recipes
+        from sparsellm.pipeline.recipe_file import read_recipe
 
         mode = ("quiet" if quiet else progress) if is_main else "off"
         with Display(mode, partial(in_options, context=context)) as display:
@@ -93,7 +93,7 @@ def inspect(
     Example: sparsellm inspect demo:opt
     """
     with report_errors(context):
-        from sparsellm.runs.early_checks import check_model
+        from sparsellm.pipeline.early_checks import check_model
         from sparsellm.solvers.patterns import parse_pattern
 
         for name in filter(None, (model, against)):
@@ -102,7 +102,7 @@ def inspect(
             parse_pattern(expect)
 
         from sparsellm.cli.display import print_inspection
-        from sparsellm.runs.inspection import inspect as inspect_model
+        from sparsellm.pipeline.inspection import inspect as inspect_model
 
         with displayed(f"reading {model}", context):
             result = inspect_model(model, against, expect, trust_remote_code=trust_remote_code, architecture=architecture)
@@ -133,14 +133,14 @@ def verify(
     """
     with report_errors(context):
         from sparsellm.errors import VerificationFailed
-        from sparsellm.runs.early_checks import check_model
-        from sparsellm.runs.output_folder import check_finished
+        from sparsellm.pipeline.early_checks import check_model
+        from sparsellm.pipeline.output_folder import check_finished
 
         check_finished(output)
         if against is not None:
             check_model(against)
 
-        from sparsellm.runs.verification import verify as verify_output
+        from sparsellm.pipeline.verification import verify as verify_output
 
         try:
             with displayed(f"verifying {output}", context):
@@ -178,13 +178,13 @@ def push(
     Example: sparsellm push opt-70 me/opt-70 --dry-run
     """
     with report_errors(context):
-        from sparsellm.runs.output_folder import check_finished
+        from sparsellm.pipeline.output_folder import check_finished
 
         check_finished(output)
 
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-        from sparsellm.runs.hub import push as push_output
+        from sparsellm.pipeline.hub import push as push_output
         from sparsellm.runtime.memory import human_bytes
 
         if not stderr.is_terminal:
@@ -226,16 +226,16 @@ def demo(
     Example: sparsellm demo --output pruned-demo
     """
     with report_errors(context):
-        from sparsellm.runs.output_folder import check_writable
+        from sparsellm.pipeline.output_folder import check_writable
 
         if output is not None:
             check_writable(output)
 
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.runs.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
-        from sparsellm.runs.display import Display, plus_minus
-        from sparsellm.runs.events import combine_observers
-        from sparsellm.runs.export import check_output
+        from sparsellm.pipeline.display import Display, plus_minus
+        from sparsellm.pipeline.events import combine_observers
+        from sparsellm.pipeline.export import check_output
+        from sparsellm.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
 
         if output is not None:
             check_output(output)

@@ -58,13 +58,13 @@ def _examine() -> dict[str, Any]:
     import psutil
     import torch
 
+    from sparsellm.formats import kernels, memory_reads
     from sparsellm.models.sparse_matmul import max_density
-    from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
-    from sparsellm.runs.machine_cache import use_cache
-    from sparsellm.runs.recipe_fields import METHODS
+    from sparsellm.pipeline.compute_dtype import SPEEDUP, bf16_speedup
+    from sparsellm.pipeline.machine_cache import use_cache
+    from sparsellm.pipeline.recipe_fields import METHODS
     from sparsellm.runtime import alternatives, devices
     from sparsellm.runtime.products import bf16_matmul_speedup, onednn_speedup, uses_onednn
-    from sparsellm.sparse import kernels, memory_reads
 
     use_cache()
     speedup = bf16_speedup(torch.device("cpu"))

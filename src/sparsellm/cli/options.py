@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
 from sparsellm.cli.console import in_options
-from sparsellm.data.paths import TEXT_FILES, TEXT_NAMES
-from sparsellm.runs.recipe_fields import PANELS, RecipeFields, RecoveryFields, RunFields
-from sparsellm.runs.removed import replacement
+from sparsellm.pipeline.recipe_fields import PANELS, RecipeFields, RecoveryFields, RunFields
+from sparsellm.pipeline.removed import replacement
 from sparsellm.solvers.integers import BITS_OF
+from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 

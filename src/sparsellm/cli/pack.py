@@ -12,7 +12,7 @@ from sparsellm.cli import options
 from sparsellm.cli.console import displayed, print_json, print_line, report_errors, stdout
 
 if TYPE_CHECKING:
-    from sparsellm.runs.packed_sizes import Packed
+    from sparsellm.pipeline.packed_sizes import Packed
 
 ToExport = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
 ExportedOut = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
@@ -46,7 +46,7 @@ def pack(
     with report_errors(context):
         _check(model, packed, overwrite)
 
-        from sparsellm.runs.packing import pack as pack_model
+        from sparsellm.pipeline.packing import pack as pack_model
 
         with displayed(f"packing {model}", context, "quiet" if quiet else "auto") as observe:
             result = pack_model(
@@ -110,7 +110,7 @@ def unpack(
 
         from dataclasses import asdict
 
-        from sparsellm.runs.packing import unpack as unpack_model
+        from sparsellm.pipeline.packing import unpack as unpack_model
         from sparsellm.runtime.memory import human_bytes
 
         with displayed(f"unpacking {packed}", context, "quiet" if quiet else "auto") as observe:
@@ -141,7 +141,7 @@ def export(
     with report_errors(context):
         _check(model, output, overwrite)
 
-        from sparsellm.runs.compressed_export import export as export_model
+        from sparsellm.pipeline.compressed_export import export as export_model
         from sparsellm.runtime.memory import human_bytes
 
         with displayed(f"exporting {model}", context, "quiet" if quiet else "auto") as observe:
@@ -157,8 +157,8 @@ def export(
 
 def _check(model: str, output: str, overwrite: bool) -> None:
     """Check that the model is there and that the output can be written, before torch is imported."""
-    from sparsellm.runs.early_checks import check_model
-    from sparsellm.runs.output_folder import check_writable
+    from sparsellm.pipeline.early_checks import check_model
+    from sparsellm.pipeline.output_folder import check_writable
 
     check_model(model)
     check_writable(output, overwrite, model)

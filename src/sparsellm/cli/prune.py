@@ -22,15 +22,15 @@ from sparsellm.cli.console import (
     stderr,
     stdout,
 )
-from sparsellm.data.paths import local_path
-from sparsellm.runs.recipe_fields import RecoveryFields
+from sparsellm.pipeline.recipe_fields import RecoveryFields
+from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
-    from sparsellm.runs.display import Mode
-    from sparsellm.runs.gradual import GradualPruning
-    from sparsellm.runs.recipe import Recipe
-    from sparsellm.runs.recovery_recipe import RecoveryRecipe
-    from sparsellm.runs.report import Report
+    from sparsellm.pipeline.display import Mode
+    from sparsellm.pipeline.recipe import Recipe
+    from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+    from sparsellm.pipeline.report import Report
+    from sparsellm.studies.gradual import GradualPruning
 
 
 @options.recipe_options()
@@ -56,8 +56,8 @@ def prune(
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
-        from sparsellm.data.paths import local_path
-        from sparsellm.runs.recipe_file import read_fields, read_recipes
+        from sparsellm.pipeline.recipe_file import read_fields, read_recipes
+        from sparsellm.texts.paths import local_path
 
         if config and output is None and model is not None and "model" in read_fields(local_path(config)):
             model, output = None, model  # the recipe names the model, so the only argument is the output
@@ -102,12 +102,12 @@ def recover(
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
-        from sparsellm.runs.early_checks import check_recovery
+        from sparsellm.pipeline.early_checks import check_recovery
 
         check_recovery(fields := {"model": model, "pruned": pruned, **settings})
 
-        from sparsellm.runs.gradual import read_stages
-        from sparsellm.runs.recovery import read_recovery
+        from sparsellm.pipeline.recovery import read_recovery
+        from sparsellm.studies.gradual import read_stages
 
         recipe = read_recovery(fields)
         gradual = read_stages(recipe, output, start=from_sparsity, to=to_sparsity, stages=stages)
@@ -135,18 +135,20 @@ def _write(
     if resume and restart:
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
-    from sparsellm.runs.early_checks import check_inputs
-    from sparsellm.runs.output_folder import check_writable, is_finished
+    from sparsellm.pipeline.early_checks import check_inputs
+    from sparsellm.pipeline.output_folder import check_writable, is_finished
 
     check_inputs(recipes[0])
     if is_main and gradual is None and len(recipes) == 1 and not (resume and is_finished(output)):
         check_writable(output, overwrite, recipes[0].model)
 
     from sparsellm.cli.allocator import manage_memory
-    from sparsellm.runs.display import Display
-    from sparsellm.runs.events import combine_observers
-    from sparsellm.runs.packing import packed_outputs
-    from sparsellm.runs.several import (
+    from sparsellm.pipeline.display import Display
+    from sparsellm.pipeline.events import combine_observers
+    from sparsellm.pipeline.packing import packed_outputs
+    from sparsellm.pipeline.tracking import Tracked
+    from sparsellm.runtime import collectives
+    from sparsellm.studies.several import (
         check_outputs,
         finished_runs,
         output_folders,
@@ -154,8 +156,6 @@ def _write(
         run_each,
         shared_results,
     )
-    from sparsellm.runs.tracking import Tracked
-    from sparsellm.runtime import collectives
 
     folders = gradual.runs if gradual else output_folders(output, recipes)
     shared_folder = gradual.folder if gradual else output
@@ -186,7 +186,7 @@ def _write(
 def _pack(context: typer.Context, folders: Mapping[Path, Path], overwrite: bool, *, mode: Mode, on_stderr: bool) -> None:
     """Pack outputs, each into the folder given for it, and print their sizes, to stderr if stdout holds JSON."""
     from sparsellm.cli.pack import print_packed
-    from sparsellm.runs.packing import pack
+    from sparsellm.pipeline.packing import pack
 
     for folder, target in folders.items():
         with displayed(f"packing {folder}", context, mode) as observe:
@@ -197,9 +197,9 @@ def _pack(context: typer.Context, folders: Mapping[Path, Path], overwrite: bool,
 def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> None:
     """Print the results of one output, from its report, or of several, from those in their folders."""
     from sparsellm.cli.display import print_several, print_summary
-    from sparsellm.data.json_files import read_json
-    from sparsellm.runs.output_folder import REPORT
-    from sparsellm.runs.report import load_report
+    from sparsellm.pipeline.output_folder import REPORT
+    from sparsellm.pipeline.report import load_report
+    from sparsellm.texts.json_files import read_json
 
     written = {str(folder): str(local_path(folder).resolve()) for folder in folders}
     if len(folders) > 1 and as_json:
@@ -232,8 +232,8 @@ def plan(
     """
     with report_errors(context), collection_paused():
         from sparsellm.errors import TooLarge
-        from sparsellm.runs.early_checks import check_inputs, check_recovery
-        from sparsellm.runs.recipe_file import read_recipe
+        from sparsellm.pipeline.early_checks import check_inputs, check_recovery
+        from sparsellm.pipeline.recipe_file import read_recipe
 
         if recovered is not None and config is not None:
             raise typer.BadParameter("--config is for pruning runs: leave it out with --recover")
@@ -247,8 +247,8 @@ def plan(
             check_inputs(read_recipe(settings, config))
 
         from sparsellm.cli.display import print_plan
-        from sparsellm.runs.planning import plan_run
-        from sparsellm.runs.recovery import read_recovery
+        from sparsellm.pipeline.planning import plan_run
+        from sparsellm.pipeline.recovery import read_recovery
 
         with stderr.status("planning"):
             planned = read_recovery({**settings, "pruned": recovered}) if recovered else read_recipe(settings, config)

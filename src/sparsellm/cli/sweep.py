@@ -52,20 +52,20 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with report_errors(context):
-        from sparsellm.data.paths import check_machine, local_path
-        from sparsellm.data.yaml_files import read_mapping
+        from sparsellm.texts.paths import check_machine, local_path
+        from sparsellm.texts.yaml_files import read_mapping
 
         check_machine()
         read_mapping(local_path(file), "sweep")
 
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.reports.comparison import grid, legend, table, to_json, write_tables
-        from sparsellm.reports.sweep_file import read_sweep
-        from sparsellm.reports.sweep_runner import read_outcomes, run_sweep
-        from sparsellm.runs.display import Display
-        from sparsellm.runs.events import combine_observers
-        from sparsellm.runs.tracking import Tracked
+        from sparsellm.pipeline.display import Display
+        from sparsellm.pipeline.events import combine_observers
+        from sparsellm.pipeline.tracking import Tracked
         from sparsellm.runtime import process_group
+        from sparsellm.studies.comparison import grid, legend, table, to_json, write_tables
+        from sparsellm.studies.sweep_file import read_sweep
+        from sparsellm.studies.sweep_runner import read_outcomes, run_sweep
 
         cells = read_sweep(file, smoke=smoke, changes=changes or ())
         folder = local_path(output or Path(file).stem)
@@ -142,9 +142,9 @@ def search(
     """
     with report_errors(context):
         from sparsellm.errors import InvalidSetting, TargetNotReached
-        from sparsellm.runs.early_checks import check_inputs
-        from sparsellm.runs.output_folder import check_writable
-        from sparsellm.runs.recipe_file import read_search
+        from sparsellm.pipeline.early_checks import check_inputs
+        from sparsellm.pipeline.output_folder import check_writable
+        from sparsellm.pipeline.recipe_file import read_search
         from sparsellm.solvers.patterns import parse_pattern
 
         recipe = read_search(settings | ({"model": model} if model else {}), config)
@@ -156,12 +156,12 @@ def search(
 
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import print_search, print_summary
-        from sparsellm.reports.search import ONE_PROCESS, search_sparsity
-        from sparsellm.reports.target import Target
-        from sparsellm.runs.display import Display
-        from sparsellm.runs.events import combine_observers
-        from sparsellm.runs.tracking import Tracked
+        from sparsellm.pipeline.display import Display
+        from sparsellm.pipeline.events import combine_observers
+        from sparsellm.pipeline.tracking import Tracked
         from sparsellm.runtime import process_group
+        from sparsellm.studies.search import ONE_PROCESS, search_sparsity
+        from sparsellm.studies.target import Target
 
         if process_group.independent_process(os.environ)[1] > 1:
             raise InvalidSetting(ONE_PROCESS)
@@ -205,12 +205,12 @@ def report(
     Example: sparsellm report opt-70
     """
     with report_errors(context):
-        from sparsellm.runs.early_checks import check_results
+        from sparsellm.pipeline.early_checks import check_results
 
         folders = [check_results(run) for run in runs]
 
         from sparsellm.cli.display import print_comparison
-        from sparsellm.reports.interface import report as write_report
+        from sparsellm.studies.interface import report as write_report
 
         if len(runs) > 1:
             comparison = write_report(runs, output, figures=figures, overwrite=overwrite)
@@ -233,10 +233,10 @@ def report(
 
 def _saved(folder: Path) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
-    from sparsellm.reports.comparison import table, to_json
-    from sparsellm.reports.sweep_runner import read_outcomes, saved_sweep
-    from sparsellm.runs.output_folder import REPORT, is_sweep
-    from sparsellm.runs.report import read_report
+    from sparsellm.pipeline.output_folder import REPORT, is_sweep
+    from sparsellm.pipeline.report import read_report
+    from sparsellm.studies.comparison import table, to_json
+    from sparsellm.studies.sweep_runner import read_outcomes, saved_sweep
 
     if not is_sweep(folder):
         return read_report(folder / REPORT)[1]
@@ -266,15 +266,15 @@ def bench(
     Example: sparsellm bench opt-70-packed
     """
     with report_errors(context):
-        from sparsellm.runs.early_checks import check_model
+        from sparsellm.pipeline.early_checks import check_model
 
         batches, counts = read_counts("--batch", batch), read_counts("--threads", threads)
         check_model(packed)
         if against:
             check_model(against)
 
-        from sparsellm.reports.interface import bench as measure
-        from sparsellm.reports.speed_plots import LEGEND, size_line, speed_tables
+        from sparsellm.studies.interface import bench as measure
+        from sparsellm.studies.speed_plots import LEGEND, size_line, speed_tables
 
         with displayed(f"measuring {packed}", context) as observe:
             result = measure(

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sparsellm.checkpoints.loading import compute_dtype, context_length
-from sparsellm.data.in_memory import SOURCE
 from sparsellm.errors import printable
 from sparsellm.evaluation.differences import Difference, Parts, difference, paired_error
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.texts.in_memory import SOURCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

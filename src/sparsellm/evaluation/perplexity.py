@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 from sparsellm.activations.streams import CaptureRequest, Stream
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.loading import compute_dtype
-from sparsellm.data.padding import count_tokens, sequence_lengths, token_digest, unpadded_batches
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Perplexity
@@ -25,6 +24,7 @@ from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import prediction_head
 from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
+from sparsellm.texts.padding import count_tokens, sequence_lengths, token_digest, unpadded_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

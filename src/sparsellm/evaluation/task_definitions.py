@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from sparsellm.data.paths import is_task_file, local_path
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable, first_line
 from sparsellm.runtime.devices import is_out_of_memory
+from sparsellm.texts.paths import is_task_file, local_path
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

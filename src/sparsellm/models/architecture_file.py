@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsellm.data.paths import local_path
-from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.models.architectures import Architecture, Split
 from sparsellm.models.blocks import ARCHITECTURE_ATTRIBUTE, Block, blocks_of
 from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, FeedForward, GatedFeedForward, PlainFeedForward
+from sparsellm.texts.paths import local_path
+from sparsellm.texts.yaml_files import read_mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

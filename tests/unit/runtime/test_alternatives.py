@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sparsellm.models.sparse_matmul import max_density
-from sparsellm.runs import machine_cache
-from sparsellm.runs.machine_cache import use_cache
+from sparsellm.pipeline import machine_cache
+from sparsellm.pipeline.machine_cache import use_cache
 from sparsellm.runtime import alternatives, products
 from sparsellm.runtime.alternatives import adopt, forget, known, measure, speedup, unsteady
 

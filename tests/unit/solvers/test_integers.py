@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.encoding import encode
 from sparsellm.solvers.integers import BITS_OF, GROUP_SIZES, WIDTHS, IntegerFormat
 from sparsellm.solvers.quantization import Scales, packed_bits, round_to_nearest
-from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.encoding import encode
 
 
 def sparse(rows: int, columns: int, density: float) -> Tensor:

@@ -1,0 +1,330 @@
+"""Products with bitmask matrices on a CPU, by the compiled library or, without it, by decoding rows for torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.kernel_library import TYPES, Library, load_library, warn_missing
+from sparsellm.formats.kernel_library import available as available
+from sparsellm.formats.kernel_library import instruction_sets as instruction_sets
+from sparsellm.formats.kernel_library import set_instruction_set as set_instruction_set
+from sparsellm.formats.parts import DTYPES
+from sparsellm.formats.running_form import check_layout, check_tensor, is_aligned
+from sparsellm.runtime.alternatives import Computation, speedup
+from sparsellm.solvers.integers import IntegerFormat
+
+MAX_TOKENS = 16
+"""Tokens up to which the kernels may multiply. From there on, torch's product with decoded rows takes less time."""
+
+PASS = 8
+"""Tokens up to which the kernels multiply. Whether they do so with more of them, in several passes, is measured; always if the
+values are integers."""
+
+MEASURED = (1024, 2048)
+"""Rows and columns of the matrix that is measured for this."""
+
+TILE = 2**20
+"""Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
+
+
+def matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
+    """Multiply tokens by a matrix: x Wᵀ + bias, with sums in float32.
+
+    The bits of the result do not depend on the number of threads. With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
+
+    Up to `MAX_TOKENS` tokens are multiplied by the integers of a quantized matrix, and their sums by its scales. With AVX-512,
+    x is rounded for this to multiples of 2^-22 times a power of two above all numbers of the token: bfloat16 numbers stay as
+    they are, unless they are 2^14 times smaller than the largest one. For more tokens, each product of a scale and an integer
+    is rounded to x's dtype, as `sparsellm unpack` rounds to the model's.
+
+    Args:
+        x: (tokens, in) float32, bfloat16 or float16.
+        weight: The (out, in) matrix.
+        bias: (out,) of x's dtype.
+
+    Returns:
+        (tokens, out) of x's dtype.
+
+    Raises:
+        InvalidSetting: Shapes do not match, or a gradient is asked for.
+    """
+    group_size = weight.format.group_size if weight.format else 0
+    parts = weight.mask, weight.values, weight.row_starts
+    return packed_linear(x, *parts, columns=weight.shape[1], scales=weight.scales, group_size=group_size, bias=bias)
+
+
+def packed_linear(
+    x: Tensor,
+    mask: Tensor,
+    values: Tensor,
+    row_starts: Tensor,
+    *,
+    columns: int,
+    scales: Tensor | None = None,
+    group_size: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply tokens by a matrix that is given by its parts. The numbers in them are not checked, as `check_numbers` does.
+
+    Args:
+        x: (..., in) float32, bfloat16 or float16.
+        mask: The bits of a `Bitmask`.
+        values: Its values.
+        row_starts: The positions of its rows.
+        columns: in.
+        scales: (out, groups) bfloat16 scales; None if the values are no integers.
+        group_size: Columns that share a scale; 0 for whole rows.
+        bias: (out,) of x's dtype.
+
+    Returns:
+        (..., out) of x's dtype.
+
+    Raises:
+        InvalidSetting: A shape, dtype or device does not match, or a gradient is asked for.
+    """
+    if not torch.compiler.is_compiling():
+        check_layout(_matrix((len(mask), columns), (mask, values, row_starts), scales, group_size))
+    return multiply(x, mask, values, row_starts, columns=columns, scales=scales, group_size=group_size, bias=bias)
+
+
+def multiply(
+    x: Tensor,
+    mask: Tensor,
+    values: Tensor,
+    row_starts: Tensor,
+    *,
+    columns: int,
+    scales: Tensor | None = None,
+    group_size: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply as `packed_linear` does, by parts that passed `check_numbers`, which is not repeated.
+
+    Within `torch.compile` this is the operator `sparsellm::packed_linear`; outside, the call saves torch's dispatch.
+    """
+    if torch.compiler.is_compiling():
+        operator = torch.ops.sparsellm.packed_linear
+        options = {"columns": columns, "scales": scales, "group_size": group_size, "bias": bias}
+        result: Tensor = operator(x, mask, values, row_starts, **options)
+        return result
+    shape = x.shape
+    if shape[-1] != columns:
+        raise InvalidSetting(f"x has {shape[-1]} columns, and the packed matrix {columns}.")
+    if x.device != mask.device:
+        raise InvalidSetting(f"x is on {x.device}, and the packed matrix on {mask.device}. Move one to the other.")
+    if x.dtype not in DTYPES:
+        raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InvalidSetting("Packed matrices have no gradients: use torch.no_grad(), or train the unpacked model.")
+    if scales is not None and scales.dtype is not torch.bfloat16:  # cast in place since it was checked
+        raise InvalidSetting(
+            f"The scales of a packed matrix are {scales.dtype}; torch.bfloat16 is needed. Load the weight again."
+        )
+    rows = len(mask)
+    if bias is not None and (bias.shape != (rows,) or bias.device != x.device):
+        raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
+    tokens = shape.numel() // columns if columns else shape[:-1].numel()
+    library = load_library()
+    can = 0 < tokens <= MAX_TOKENS and x.is_cpu
+    # Integers stay with the kernel: the other way rounds their products with the scales.
+    if library is None or not can or (tokens > PASS and scales is None and tokens > most_tokens(values.dtype)):
+        return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
+    parts = _addresses((mask, values, row_starts), scales, group_size)
+    return _call(library, x, parts, shape=(rows, columns), bias=bias)
+
+
+def most_tokens(dtype: torch.dtype) -> int:
+    """Return up to how many tokens the kernels multiply by packed values that are no integers; with more, rows are decoded.
+
+    Measured once, as `sparsellm.runtime.alternatives` does: `MAX_TOKENS` tokens by passes of the kernel, and by torch.
+
+    Args:
+        dtype: Dtype of the packed values and of the tokens.
+    """
+
+    def make() -> tuple[Computation, Computation]:
+        generator = torch.Generator().manual_seed(0)
+        x, dense = (torch.randn(size, MEASURED[1], generator=generator).to(dtype) for size in (MAX_TOKENS, MEASURED[0]))
+        weight = Bitmask.from_dense(dense.where(dense > 0, 0.0))
+        library = load_library()
+        assert library is not None
+        parts = _addresses((weight.mask, weight.values, weight.row_starts), None, 0)
+        return lambda: _multiply_tiles(x, weight, None), lambda: _call(library, x, parts, shape=MEASURED)
+
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        gain = speedup(f"packed products, {str(dtype).removeprefix('torch.')}, {available()}", make)
+    return MAX_TOKENS if gain >= 1 else PASS
+
+
+def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply tokens by a dense bfloat16 matrix on a CPU, for comparison with packed ones: x Wᵀ, with sums in float32.
+
+    Args:
+        x: (tokens, in) float32, bfloat16 or float16, at most `MAX_TOKENS` tokens; more are multiplied by torch.
+        weight: (out, in) bfloat16, contiguous.
+
+    Returns:
+        (tokens, out) of x's dtype.
+
+    Raises:
+        InvalidSetting: A shape, dtype or device does not match.
+    """
+    library = load_library()
+    rows, columns = weight.shape
+    if x.dtype not in DTYPES:
+        raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
+    if library is None or len(x) > MAX_TOKENS or not (x.is_cpu and is_aligned(weight)):
+        return (x @ weight.to(x.dtype).T).to(x.dtype)
+    check_tensor("The dense weight", weight, (torch.bfloat16,), (rows, x.shape[-1]), device=x.device)
+    return _call(library, x, (None, weight.data_ptr(), TYPES[weight.dtype], None, None, 0), shape=(rows, columns))
+
+
+def decode(
+    weight: Bitmask,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode rows of a matrix, as its `to_dense` does.
+
+    Args:
+        weight: The (out, in) matrix.
+        start: The first row.
+        stop: The row behind the last one; None for all.
+        dtype: The dtype to which scales times integers are rounded, float32 by default. Other values have their own.
+        out: (stop - start, in) of that dtype, contiguous, to write to.
+
+    Returns:
+        (stop - start, in).
+
+    Raises:
+        InvalidSetting: The rows, the dtype or `out` do not fit the matrix.
+    """
+    check_layout(weight)
+    library = load_library()
+    stop = weight.shape[0] if stop is None else stop
+    if not 0 <= start <= stop <= weight.shape[0]:
+        raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
+    scales, group_size = weight.scales, weight.format.group_size if weight.format else 0
+    dtype = weight.values.dtype if scales is None else dtype or torch.float32
+    if dtype not in DTYPES:
+        raise InvalidSetting(f"`dtype` got {dtype}; float32, bfloat16 or float16 is needed.")
+    if out is not None:
+        check_tensor("`out`", out, (dtype,), (stop - start, weight.shape[1]), device=weight.mask.device)
+    dense = weight.mask.new_empty((stop - start, weight.shape[1]), dtype=dtype) if out is None else out
+    if library is None or not weight.values.is_cpu:
+        return _decode_tiles(weight, start, dense)
+    library.decode(
+        library.number,
+        torch.get_num_threads(),
+        weight.mask.data_ptr(),
+        weight.values.data_ptr(),
+        TYPES[weight.values.dtype],
+        weight.row_starts.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        group_size,
+        start,
+        stop,
+        weight.shape[1],
+        TYPES[dtype],
+        dense.data_ptr(),
+    )
+    return dense
+
+
+def _decode_tiles(weight: Bitmask, start: int, out: Tensor) -> Tensor:
+    """Decode rows from a first one on by torch, a tile at a time: on the way a number takes several times its size."""
+    step = max(1, TILE // weight.mask.shape[1] // 8) if weight.mask.shape[1] else len(out) or 1
+    for first in range(0, len(out), step):
+        stop = min(first + step, len(out))
+        out[first:stop] = weight.to_dense(start + first, start + stop, dtype=out.dtype)
+    return out
+
+
+def _addresses(parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int) -> tuple[int | None, ...]:
+    """Return what `_call` takes of a matrix: where its mask and values are, their type, and where its rows and scales are."""
+    mask, values, row_starts = (part.data_ptr() for part in parts)
+    return mask, values, TYPES[parts[1].dtype], row_starts, None if scales is None else scales.data_ptr(), group_size
+
+
+def _call(
+    library: Library, x: Tensor, parts: tuple[int | None, ...], *, shape: tuple[int, int], bias: Tensor | None = None
+) -> Tensor:
+    """Multiply at most `MAX_TOKENS` tokens by a matrix of a shape: its mask, values, their type and its rows' positions."""
+    dtype = x.dtype
+    if dtype is torch.float16:
+        x, bias = x.float(), None if bias is None else bias.float()
+    if bias is not None and bias.dtype is not x.dtype:
+        raise InvalidSetting(f"The bias is {bias.dtype}, and x {dtype}.")
+    x, bias = _readable(x), None if bias is None else _readable(bias)
+    rows, columns = shape
+    out = x.new_empty((*x.shape[:-1], rows))
+    tokens = x.shape[:-1].numel()
+    failed = library.matmul(
+        library.number,
+        torch.get_num_threads(),
+        x.data_ptr(),
+        TYPES[x.dtype],
+        tokens,
+        *parts,
+        rows,
+        columns,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+    )
+    if failed:
+        raise MemoryError(f"no memory for {tokens} tokens of {columns} numbers")
+    return out if dtype is x.dtype else out.to(dtype)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return the numbers as kernels read them. Those of a mapped file may be at any address, and torch keeps them there."""
+    tensor = tensor.contiguous()
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def _matrix(shape: tuple[int, int], parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int) -> Bitmask:
+    """Return the matrix of a mask, values and positions of rows, and of scales if the values are integers."""
+    bits = 8 if parts[1].dtype is torch.int8 else 4
+    return Bitmask(shape, *parts, scales, None if scales is None else IntegerFormat(bits, group_size))
+
+
+def _multiply_tiles(x: Tensor, weight: Bitmask, bias: Tensor | None) -> Tensor:
+    """Multiply tokens by decoded rows, a tile at a time."""
+    if load_library() is None and x.is_cpu:
+        warn_missing()
+    rows, columns = weight.shape
+    step = max(1, TILE // max(columns, 1))
+    tokens = x.reshape(-1, columns)
+    stored = weight.values.dtype if weight.scales is None else x.dtype
+    dtype = torch.promote_types(x.dtype, stored)
+    out = x.new_empty((len(tokens), rows))
+    tokens = tokens.to(dtype)
+    tile = x.new_empty((min(step, rows), columns), dtype=stored)  # reused: new memory costs more than decoding
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        part = None if bias is None else bias[start:stop].to(dtype)
+        dense = decode(weight, start, stop, dtype=stored, out=tile[: stop - start]).to(dtype)
+        out[:, start:stop] = torch.nn.functional.linear(tokens, dense, part)
+    return out.view(*x.shape[:-1], rows)
+
+
+def _packed_linear_shape(x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, **options: Any) -> Tensor:
+    """The result of `packed_linear` without its numbers, for tracing."""
+    return x.new_empty((*x.shape[:-1], row_starts.shape[0] - 1))
+
+
+torch.library.define(
+    "sparsellm::packed_linear",
+    "(Tensor x, Tensor mask, Tensor values, Tensor row_starts, *, SymInt columns, Tensor? scales=None, SymInt group_size=0, "
+    "Tensor? bias=None) -> Tensor",
+)
+torch.library.impl("sparsellm::packed_linear", "default", packed_linear)
+torch.library.register_fake("sparsellm::packed_linear", _packed_linear_shape)

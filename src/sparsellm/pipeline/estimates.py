@@ -1,0 +1,115 @@
+"""Estimates of what a run takes, by stage and at the peak, before it begins."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from sparsellm.errors import TooLarge
+from sparsellm.evaluation.measurements import Summarized
+from sparsellm.models.coverage import Coverage
+from sparsellm.pipeline.loading import Placement
+from sparsellm.pipeline.plan import PLANNED_LAYERS, PlannedLayer
+from sparsellm.pipeline.recipe import RunRecipe
+from sparsellm.runtime.memory import human_bytes
+from sparsellm.texts.paths import local_path
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """Estimates for one stage."""
+
+    name: str  # as in the run's events
+    memory: Mapping[str, int]  # bytes of data at the peak, by device type
+    files: int  # bytes of hidden states in files
+    operations: float
+    seconds: float  # without reading and writing; NaN if the machine's rates were not measured
+
+
+@dataclass(frozen=True)
+class PeakEstimate:
+    """Estimates for the moment at which most memory is held."""
+
+    stage: str
+    data_bytes: int  # on the device that computes
+    libraries_bytes: int  # resident in this process, before the run
+    resident_bytes: int  # of the run's process
+    disk_bytes: int  # with the output and, block by block, the finished blocks
+
+
+@dataclass(frozen=True, repr=False)
+class RunPlan(Summarized):
+    """Estimates for a run, from the shapes of its largest block; all blocks are taken to be like it."""
+
+    recipe: RunRecipe
+    blocks: int
+    layers: Counter[tuple[str, tuple[int, int]]]  # to prune, by pattern and (out, in)
+    samples: int
+    length: int  # tokens per sequence
+    batch: int  # sequences per batch
+    device: str
+    placement: Placement
+    free_bytes: int  # on the device
+    disk_free_bytes: int
+    stages: list[StageEstimate]
+    peak: PeakEstimate
+    seconds: float
+    most_samples: int | None  # whose hidden states fit into memory or on the disk; None for a run without any
+    fits: bool
+    refusal: str = ""  # why the run would not begin
+    coverage: Coverage | None = None  # how much of the blocks' weights is pruned
+    each_layer: Sequence[PlannedLayer] = ()  # every linear layer of the blocks; empty from `estimate`
+    notes: tuple[str, ...] = ()  # those that the run gives before its work
+
+    def summary(self) -> dict[str, str]:
+        """Three lines: the layers and method, the memory and disk space, and the time with whether the run fits."""
+        peak, memory = self.peak, human_bytes(self.placement.memory)
+        what = f"{PurePath(self.recipe.model).name}, {sum(self.layers.values())} layers in {self.blocks} blocks"
+        needs = f"{human_bytes(peak.data_bytes)} of {memory} on {self.device} while {peak.stage}"
+        verdict = "it fits" if self.fits else self.refusal or "memory may not suffice"
+        return {
+            "plan": f"{what}, by {self.recipe.describe()}",
+            "needs": f"{needs}, {human_bytes(peak.disk_bytes)} of {human_bytes(self.disk_free_bytes)} on disk",
+            "time": f"about {human_seconds(self.seconds)}; {verdict}",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert the plan to plain data, ready for JSON."""
+        placement, fields = self.placement, asdict(replace(self, layers=Counter(), coverage=None, each_layer=()))
+        del fields["placement"]
+        return fields | {
+            "model": self.recipe.model,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "layers": [{"pattern": pattern, "shape": list(shape), "count": n} for (pattern, shape), n in self.layers.items()],
+            "each_layer": PLANNED_LAYERS.dump_python(list(self.each_layer), mode="json"),
+            "coverage": self.coverage and self.coverage.to_dict(),
+            "model_bytes": placement.model,
+            "streamed": placement.streamed,
+            "note": placement.note,
+            "memory_bytes": placement.memory,
+            "operations": sum(stage.operations for stage in self.stages),
+        }
+
+
+def human_seconds(seconds: float) -> str:
+    """Format seconds as hours and minutes, minutes and seconds, or seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def check_disk(output: Path, needed: int, free: int) -> None:
+    """Raise TooLarge if a command writes more bytes than are free where its output is."""
+    if needed > free:
+        sizes = f"{human_bytes(needed)} of disk are needed, and {human_bytes(free)} are free"
+        raise TooLarge(f"{output}: {sizes}. Write to another disk.")
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that are free where a folder is or would be."""
+    path = local_path(folder).absolute()
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free

@@ -1,0 +1,81 @@
+"""An export beside the pruned model that it was made from: its weights are the model's, rounded as was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sparsellm.checkpoints.comparison import Tensors, compare
+from sparsellm.checkpoints.exported_files import ExportedEntry
+from sparsellm.checkpoints.headers import packed_entry
+from sparsellm.checkpoints.tensor_index import locations_of
+from sparsellm.pipeline.output_folder import REPORT
+from sparsellm.pipeline.outputs import Output, read_output
+from sparsellm.pipeline.quantization_file import quantized_tensors
+from sparsellm.solvers.integers import IntegerFormat, integer_name
+from sparsellm.solvers.quantization import round_to_nearest
+
+MAX_GROUP = 128
+"""Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""
+
+
+def export_format(bits: int) -> IntegerFormat:
+    """The format that a weight without scales is rounded to: int8 by rows, int4 by groups of `MAX_GROUP` columns."""
+    return IntegerFormat(bits, 0 if bits == 8 else MAX_GROUP)
+
+
+def exported_weights(tensors: Tensors) -> dict[str, ExportedEntry]:
+    """The weights of an export that are integers, by their names in the model; empty for any other checkpoint."""
+    found = {}
+    for name, stored in tensors.files.items():
+        for location in locations_of(stored):
+            entry = packed_entry(location.file, location.key) if location.file.suffix == ".safetensors" else None
+            if isinstance(entry, ExportedEntry):
+                found[name] = entry
+    return found
+
+
+def is_exported_from(output: Output, folder: Path | None, tensors: Tensors) -> bool:
+    """Whether an output is an export, and a folder holds the model that it was made from and not the dense model.
+
+    A model without a report was pruned by other software, and so its export lists no layers.
+    """
+    if not exported_weights(tensors):
+        return False
+    if folder is None or not (folder / REPORT).is_file():
+        return not output.report.layers
+    return output.repeats(read_output(folder))
+
+
+def export_differences(tensors: Tensors, model: Tensors, name: str) -> tuple[list[str], int]:
+    """Differences of an export from the model that it was made from, and the number of its layers with integers.
+
+    Integers and scales of the model are compared as they are; any other weight after it is rounded as `export` does.
+    """
+    entries, exact, differences = exported_weights(tensors), quantized_tensors(model.files), []
+    names = {model.one_name(key): key for key in model.files}
+    for key, entry in entries.items():
+        there = names.get(tensors.one_name(key))
+        if there is None:
+            continue  # `compare` has it
+        weight, decoded = model[there], tensors[key]
+        if weight.shape != decoded.shape:
+            differences.append(f"{key} has the shape {list(decoded.shape)}, and in {name} {list(weight.shape)}")
+        elif bool(decoded[weight == 0].any()):
+            differences.append(f"{key} has other numbers than 0 where it is 0 in {name}")
+        elif not torch.equal(decoded, weight if there in exact else _rounded(weight, entry.bits or 0)):
+            verb = (
+                "has other values than" if there in exact else f"is not rounded to {integer_name(entry.bits or 0)} from that of"
+            )
+            differences.append(f"{key} {verb} {name}")
+    comparison = compare(tensors, model)
+    different = [key for key in (*comparison.changed, *comparison.converted) if key not in entries]
+    differences += [f"{key} has other values than in {name}" for key in different]
+    differences += [f"{key} is not in {name}" for key in comparison.only_here]
+    return differences + [f"{key} of {name} is missing" for key in comparison.only_there], len(entries)
+
+
+def _rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """A weight rounded as `export` rounds it, in its dtype."""
+    return round_to_nearest(weight, export_format(bits)).to_dense().to(weight.dtype)

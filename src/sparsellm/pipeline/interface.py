@@ -1,0 +1,200 @@
+"""`prune`, `recover` and `plan` in Python: the fields of a recipe as keywords, and models and texts in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.methods import BlockMethod
+from sparsellm.pipeline.display import Display
+from sparsellm.pipeline.estimates import RunPlan
+from sparsellm.pipeline.events import NextRun, Observer, combine_observers
+from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.inputs import SameInputs
+from sparsellm.pipeline.loading import named_model
+from sparsellm.pipeline.output_folder import folder_path
+from sparsellm.pipeline.own_method import method_fields
+from sparsellm.pipeline.planning import plan_run
+from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
+from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_sparsity
+from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.settings import PruneSettings, RecoverySettings, recipe_keywords
+from sparsellm.solvers import LayerSolver
+from sparsellm.solvers.patterns import Pattern
+from sparsellm.texts.in_memory import CalibrationData, Given, given_text, given_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@overload
+def prune(
+    model: str | Path | PreTrainedModel,
+    method: MethodName | LayerSolver | BlockMethod = ...,
+    sparsity: str | float | Pattern | None = ...,
+    *,
+    calibration: str | Path | CalibrationData | None = ...,
+    tokenizer: PreTrainedTokenizerBase | None = ...,
+    progress: bool = ...,
+    observe: Observer | None = ...,
+    **settings: Unpack[PruneSettings],
+) -> Result: ...
+@overload
+def prune(
+    model: str | Path,
+    method: MethodName | LayerSolver | BlockMethod = ...,
+    sparsity: list[Any] | tuple[Any, ...] = ...,
+    *,
+    calibration: str | Path | CalibrationData | None = ...,
+    progress: bool = ...,
+    observe: Observer | None = ...,
+    **settings: Unpack[PruneSettings],
+) -> list[Result]: ...
+@recipe_keywords(PruneSettings)
+def prune(
+    model: str | Path | PreTrainedModel,
+    method: MethodName | LayerSolver | BlockMethod = "sparsellm",
+    sparsity: str | float | Pattern | list[Any] | tuple[Any, ...] | None = None,
+    *,
+    calibration: str | Path | CalibrationData | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = False,
+    observe: Observer | None = None,
+    **settings: Unpack[PruneSettings],
+) -> Result | list[Result]:
+    """Prune a model.
+
+    Args:
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
+        method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude; or an object: a solver, which prunes
+            each layer for its own output, or a method, also of your own (docs/adding-a-method.md).
+        sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights. Several, as [0.5, 0.6] or "50%,60%", give a result each;
+            what they share is computed once. Default: "50%", or set by `bits`.
+        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), or data: texts, chat messages, token ids,
+            padded batches, a data set or a data loader (see `sparsellm.texts.in_memory.read_in_memory`). Every method but
+            magnitude needs it.
+        tokenizer: Tokenizer of a model in memory, for calibration on text.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
+        observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.pipeline.events`).
+        **settings: Any other field of `Recipe`.
+
+    Returns:
+        The pruned model with its report; for several sparsities a list, with all models in memory.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
+    """
+    fields, source = named_model(model, tokenizer)
+    texts, given = _texts(calibration, settings)
+    kind, chosen = method_fields(method)
+    recipes = read_recipes({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
+    several = bool(split_sparsity(sparsity))
+    if several and source is not None:
+        raise InvalidSetting(
+            f"A model in memory is pruned in place and can have one sparsity, got {len(recipes)}. Pass the model's folder."
+        )
+    with Display("auto" if progress else "off") as display, tempfile.TemporaryDirectory() as folder:
+        observer = combine_observers(display, observe)
+        if not several:
+            return run(recipes[0], observer, given=given, source=source)
+        shared, inputs, results = DenseCache(Path(folder)), SameInputs(), []
+        for number, recipe in enumerate(recipes, 1):
+            observer(NextRun(number, len(recipes), recipe.size_label, alike=True))
+            results.append(run(recipe, observer, given=given, shared=shared, check=inputs.check))
+        return results
+
+
+@recipe_keywords(PruneSettings)
+def plan(
+    model: str | Path | PreTrainedModel,
+    method: MethodName | LayerSolver | BlockMethod = "sparsellm",
+    sparsity: str | float | Pattern | None = None,
+    *,
+    calibration: str | Path | CalibrationData | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    output: str | Path | None = None,
+    **settings: Unpack[PruneSettings],
+) -> RunPlan:
+    """Estimate memory, disk space, operations and time of `prune` with the same arguments, without reading any weights.
+
+    Args:
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, whose memory counts as taken by the run.
+        method: As for `prune`.
+        sparsity: As for `prune`.
+        calibration: As for `prune`.
+        tokenizer: As for `prune`.
+        output: Folder that the result would be saved to, for the free space of its disk. Default: the current folder.
+        **settings: Any other field of `Recipe`.
+
+    Returns:
+        The estimates. `fits` says whether memory and disk suffice, and `refusal` why the run would not begin: a model in memory
+        is pruned in any case.
+
+    Raises:
+        SparseLLMError: As `prune`.
+    """
+    fields, source = named_model(model, tokenizer)
+    texts, given = _texts(calibration, settings)
+    kind, chosen = method_fields(method)
+    recipe = read_recipe({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
+    return plan_run(recipe, output, given=given, source=source)
+
+
+@recipe_keywords(RecoverySettings, RecoveryFields)
+def recover(
+    pruned: str | Path,
+    against: str | Path | PreTrainedModel,
+    calibration: str | Path | CalibrationData | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    scope: Literal["block", "model"] = "model",
+    steps: int | None = None,
+    progress: bool = False,
+    observe: Observer | None = None,
+    **settings: Unpack[RecoverySettings],
+) -> Result:
+    """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
+
+    Args:
+        pruned: Folder that `prune` or `recover` wrote. It is not changed.
+        against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory,
+            which becomes the recovered model.
+        calibration: As for `prune`; required.
+        tokenizer: Tokenizer of a model in memory, for calibration on text.
+        scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
+            "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
+        steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 1200 for the whole model,
+            100 for each block.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
+        observe: Callback that receives every stage and block (see `sparsellm.pipeline.events`).
+        **settings: Any other field of `RecoveryRecipe` but `dtype`, which is that of the pruned run.
+
+    Returns:
+        The recovered model with its report, whose `pruned` is the report of the pruned checkpoint.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
+    """
+    folder_path(pruned)  # refuses anything but a path
+    fields, source = named_model(against, tokenizer)
+    texts, given = _texts(calibration, settings)
+    own = {"pruned": str(pruned), "scope": scope, "steps": steps, **texts}
+    recipe = read_recovery({**fields, **settings, **own})
+    with Display("auto" if progress else "off") as display:
+        return run(recipe, combine_observers(display, observe), given=given, source=source)
+
+
+def _texts(calibration: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Given]:
+    """The recipe's `calibration` and `evaluate`, and the data that replace them, if they are given in memory."""
+    text, data = given_text(calibration)
+    fields: dict[str, Any] = {"calibration": text}
+    given = {} if data is None else {"calibration": data}
+    if "evaluate" in settings:
+        fields["evaluate"], data = given_texts(settings["evaluate"])
+        given |= {} if data is None else {"evaluate": data}
+    return fields, given

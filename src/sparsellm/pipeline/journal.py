@@ -1,0 +1,309 @@
+"""The journal of a run: finished blocks and intermediate results on disk, from which an interrupted run resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from sparsellm.errors import BadCheckpoint, CannotResume
+from sparsellm.methods import BLOCK_RESULT, BlockResult
+from sparsellm.models.blocks import Block
+from sparsellm.runtime import collectives
+from sparsellm.texts.json_files import durable, flush_folder
+
+FORMAT = 2
+"""Version of the journal's format; other versions are not read."""
+
+SCALES = ".weight_scale"
+"""Suffix of the name of a quantized layer's scales in the file of its block."""
+
+JOURNAL = "journal.jsonl"
+"""File name of the journal."""
+
+OF_RECIPE = "recipe."
+"""What the names of a recipe's fields begin with in a fingerprint."""
+
+
+class Journal:
+    """A work directory with one line of JSON, and possibly a tensor file, for each finished step of a run.
+
+    The first line is the run's fingerprint. A line is written after its tensor file is durable (temporary file, flush, rename).
+    Each line holds a digest of itself and all lines before it, and the digest of its tensor file. Everything before the first
+    damaged line or file counts as finished.
+
+    In a distributed run only the main process reads and writes files. All processes call every method except `begin` and
+    `resume`, and get the same results.
+
+    Attributes:
+        lost: Why some lines of an earlier journal do not count, as a sentence; empty if all do.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lost = ""
+        self._chain = ""
+        self._blocks: dict[int, dict[str, Any]] = {}
+        self._facts: dict[str, Any] = {}
+
+    @property
+    def file(self) -> Path:
+        """The file of the lines."""
+        return self.folder / JOURNAL
+
+    @classmethod
+    def begin(cls, folder: Path, fingerprint: Mapping[str, Any]) -> Journal:
+        """Start an empty journal, replacing any that is in the folder.
+
+        Args:
+            fingerprint: Everything that determines the results of the run, as JSON-serialisable data.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob("*.partial"):  # of a killed process
+            file.unlink(missing_ok=True)
+        journal = cls(folder)
+        durable(journal.file, journal._chained_line({"format": FORMAT, "fingerprint": dict(fingerprint)}).encode())
+        return journal
+
+    @classmethod
+    def resume(cls, folder: Path, fingerprint: Mapping[str, Any]) -> Journal:
+        """Open the journal of an interrupted run.
+
+        Lines from the first damaged line or file on are dropped, and `lost` says so. If the first line is damaged, the journal
+        starts empty.
+
+        Args:
+            fingerprint: As for `begin`; it must be that of the interrupted run.
+
+        Raises:
+            CannotResume: The fingerprints differ, the journal cannot be read, or it has another format.
+        """
+        journal = cls(folder)
+        lines, complete = _read_lines(journal.file)
+        if not lines:
+            journal = cls.begin(folder, fingerprint)
+            journal.lost = "the first line of the journal is damaged: no block counts as finished"
+            return journal
+        _check_fingerprint(fingerprint, lines[0]["fingerprint"])
+        journal._chain = lines[0]["chain"]
+        valid = lines[:1]
+        for line in lines[1:]:
+            if damage := _file_damage(folder, line):
+                break
+            journal._add(line)
+            valid.append(line)
+        else:
+            damage = "" if complete else f"line {len(lines) + 1} of the journal is damaged"
+        if damage:
+            count = len(journal._blocks)
+            journal.lost = f"{damage}: {count} blocks count as finished, later ones are pruned again"
+            text = "".join(json.dumps(line) + "\n" for line in valid)
+            durable(journal.file, text.encode())  # new lines are appended to these
+        for file in folder.glob("*.partial"):  # of a killed process
+            file.unlink(missing_ok=True)
+        return journal
+
+    def share(self) -> Journal:
+        """Copy the content of the main process's journal to all processes, and return this journal."""
+        self.lost, blocks, self._facts = collectives.broadcast_object([self.lost, list(self._blocks.values()), self._facts])
+        self._blocks = {line["block"]: line for line in blocks}
+        return self
+
+    def fact(self, name: str) -> Any:
+        """Return the value stored by `note`, or None."""
+        return self._facts.get(name)
+
+    def note(self, name: str, value: Any) -> None:
+        """Store an intermediate result, as JSON-serialisable data."""
+        self._append({"fact": name, "value": value})
+
+    def keep_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
+        """Store tensors under a name; return their file."""
+        self._append({"tensors": name, **self._store(name, tensors)})
+        return self.folder / str(self.fact(name)["file"])
+
+    def tensors(self, name: str) -> dict[str, Tensor] | None:
+        """Return the tensors stored by `keep_tensors`, or None.
+
+        Raises:
+            BadCheckpoint: Their file is damaged.
+        """
+        stored = self.fact(name)
+        return None if stored is None else self._load(stored)
+
+    def replace(self, name: str, tensors: Mapping[str, Tensor], value: Any) -> None:
+        """Store tensors and JSON-serialisable data under a name, in place of what was stored there before."""
+        previous = self.fact(name)
+        number = 1 + (previous["number"] if previous else 0)  # the file before stays until the new line is durable
+        self.note(name, {"number": number, "value": value, **self._store(f"{name}-{number}", tensors)})
+        if previous and collectives.is_main():
+            (self.folder / str(previous["file"])).unlink(missing_ok=True)
+
+    def latest(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
+        """Return the tensors and data stored by `replace`; None if there are none, or if their file is damaged."""
+        stored, data = self.fact(name), b""
+        if stored is not None and collectives.is_main():
+            with suppress(BadCheckpoint):
+                data = self._read(stored)
+        data = collectives.broadcast_bytes(data)
+        return (load(data), stored["value"]) if data else None
+
+    def finished(self, index: int) -> BlockResult | None:
+        """Return the result of a finished block, or None."""
+        line = self._blocks.get(index)
+        return None if line is None else BLOCK_RESULT.validate_python(line["result"])
+
+    def keep(self, block: Block, result: BlockResult) -> Path:
+        """Store a block's tensors, in their storage dtypes, and its result; return the file of the tensors."""
+        tensors = {}
+        for name, tensor in block.module.state_dict(keep_vars=True).items() if collectives.is_main() else ():
+            dtype = block.dtypes.get(name, tensor.dtype)
+            tensors[block.full_name(name)] = tensor.detach().to("cpu", dtype).contiguous()
+        for name, scales in block.scales.items() if collectives.is_main() else ():
+            tensors[block.full_name(name) + SCALES] = scales.detach().cpu().contiguous()
+        stored = self._store(f"block-{block.index:05}", tensors)
+        self._append({"block": block.index, **stored, "result": BLOCK_RESULT.dump_python(result, mode="json")})
+        return self.folder / str(self._blocks[block.index]["file"])
+
+    def restore(self, block: Block) -> Path:
+        """Copy the stored tensors of a finished block into it, and return their file.
+
+        Raises:
+            BadCheckpoint: The file is damaged.
+        """
+        line = self._blocks[block.index]
+        tensors = self._load(line)
+        with torch.no_grad():
+            for name, tensor in block.module.state_dict(keep_vars=True).items():
+                tensor.copy_(tensors[block.full_name(name)])
+        stored = {name: tensors.get(block.full_name(name) + SCALES) for name in block.layers}
+        block.scales.update({name: scales for name, scales in stored.items() if scales is not None})
+        return self.folder / str(line["file"])
+
+    def block_files(self) -> dict[int, Path]:
+        """Return the tensor files of the finished blocks, by block index."""
+        return {index: self.folder / str(line["file"]) for index, line in sorted(self._blocks.items())}
+
+    def _store(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Write tensors to a file and return its name and digest; empty in all but the main process."""
+        if not collectives.is_main():
+            return {}
+        data = save(dict(tensors), metadata={"format": "pt"})
+        durable(self.folder / f"{name}.safetensors", data)
+        return {"file": f"{name}.safetensors", "digest": hashlib.sha256(data).hexdigest()}
+
+    def _load(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Load tensors written by `_store`; the main process reads the file and sends it to the others."""
+        data = collectives.broadcast_bytes(self._read(stored) if collectives.is_main() else b"")
+        tensors: dict[str, Tensor] = load(data)
+        return tensors
+
+    def _read(self, stored: Mapping[str, Any]) -> bytes:
+        """Read a file written by `_store`; raise BadCheckpoint where its digest differs."""
+        file = self.folder / str(stored["file"])
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise BadCheckpoint(f"{file} cannot be read ({error.strerror}). Check the disk.") from error
+        if hashlib.sha256(data).hexdigest() != stored["digest"]:
+            raise BadCheckpoint(f"{file} differs from what this run wrote. Check the disk.")
+        return data
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        """Append a durable line in the main process, and add it in all processes."""
+        line = ""
+        if collectives.is_main():
+            line = self._chained_line(entry)
+            with self.file.open("a", encoding="utf-8") as stream:
+                stream.write(line)
+                stream.flush()
+                os.fsync(stream.fileno())
+            flush_folder(self.folder)
+            self._add(json.loads(line))  # before the broadcast, which fails if another process is lost
+        line = collectives.broadcast_object(line)
+        if not collectives.is_main():
+            self._add(json.loads(line))
+
+    def _chained_line(self, entry: Mapping[str, Any]) -> str:
+        """Serialise the next line, with its digest."""
+        self._chain = _chain_digest(self._chain, entry)
+        return json.dumps({**entry, "chain": self._chain}) + "\n"
+
+    def _add(self, line: dict[str, Any]) -> None:
+        """Record the content of a line."""
+        self._chain = line["chain"]
+        if "block" in line:
+            self._blocks[line["block"]] = line
+        elif "tensors" in line:
+            self._facts[line["tensors"]] = line
+        else:
+            self._facts[line["fact"]] = line["value"]
+
+
+def _read_lines(file: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Read a journal up to the first damaged line; return the lines, and whether they are all.
+
+    Raises CannotResume where the file cannot be read or has another format.
+    """
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CannotResume(
+            f"There is no journal to read at {file} ({error.strerror}). Pass `restart=True` to start over."
+        ) from None
+    entries: list[dict[str, Any]] = []
+    *lines, unfinished = text.split("\n")
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if not entries and type(entry.get("format")) is int and entry["format"] != FORMAT:
+                raise CannotResume(f"{file} was written by another version of sparsellm. Pass `restart=True` to start over.")
+            chain = entry.pop("chain")
+            if chain != _chain_digest(entries[-1]["chain"] if entries else "", entry):
+                return entries, False
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # not JSON, or not a journal's line
+            return entries, False
+        entries.append({**entry, "chain": chain})
+    return entries, not unfinished
+
+
+def _chain_digest(previous: str, entry: Mapping[str, Any]) -> str:
+    """Digest of a line, from the digest of the previous line and its own content."""
+    return hashlib.sha256((previous + json.dumps(entry)).encode()).hexdigest()[:32]
+
+
+def in_words(name: str) -> str:
+    """The name of an entry of a fingerprint for a message: of a recipe's field the setting, between backticks."""
+    return f"`{name.removeprefix(OF_RECIPE)}`" if name.startswith(OF_RECIPE) else name
+
+
+def _check_fingerprint(fingerprint: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Raise CannotResume where the fingerprint differs from that of the interrupted run."""
+    current = json.loads(json.dumps(dict(fingerprint)))
+    changed = sorted(name for name in current.keys() | stored.keys() if current.get(name) != stored.get(name))
+    if changed:
+        named = {in_words(name): (stored.get(name), current.get(name)) for name in changed[:3]}
+        differences = "; ".join(f"{name} was {before!r}, now {now!r}" for name, (before, now) in named.items())
+        raise CannotResume(
+            f"This is not the run that was started: {differences}. Pass the original settings, or `restart=True`."
+        )
+
+
+def _file_damage(folder: Path, line: Mapping[str, Any]) -> str:
+    """Describe the damage to the tensor file of a line; empty for an intact file or a line without one."""
+    if "file" not in line:
+        return ""
+    try:
+        with (folder / line["file"]).open("rb") as stream:
+            intact = hashlib.file_digest(stream, "sha256").hexdigest() == line["digest"]
+    except OSError as error:
+        return f"{line['file']} cannot be read ({error.strerror})"
+    return "" if intact else f"{line['file']} is damaged"

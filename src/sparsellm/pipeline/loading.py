@@ -1,0 +1,303 @@
+"""The model of a run: opened and checked, held in memory or read block by block, loaded, and run on a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.activations.walk import walk
+from sparsellm.checkpoints.block_loader import tied_names
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
+from sparsellm.checkpoints.stored_form import StoredForm
+from sparsellm.checkpoints.tensor_index import NotStreamable
+from sparsellm.checkpoints.tokenizers import NoTokenizer
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge, UnsupportedModel, first_line
+from sparsellm.formats import packed_tensors as packed_tensors  # so that packed tensors are decoded where they are read
+from sparsellm.methods import Plan
+from sparsellm.models.architecture_file import describe, read_architecture
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, input_device, model_errors
+from sparsellm.models.output_head import prediction_head
+from sparsellm.pipeline.machine_cache import use_cache
+from sparsellm.pipeline.recipe import RunRecipe
+from sparsellm.runtime import collectives, devices
+from sparsellm.runtime.memory import available, human_bytes
+from sparsellm.runtime.offload import OffloadManager
+from sparsellm.texts.in_memory import SOURCE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TOKENS = 16
+"""Tokens of the test sequence."""
+
+SHARE = 0.8
+"""Fraction of the free memory that a run uses by default."""
+
+RESIDENT_SHARE = 0.5
+"""Fraction of the run's memory that the model may fill; a larger model is read block by block."""
+
+STREAMS_SHARE = 0.25
+"""Fraction of the run's memory that holds hidden states; the rest goes to the host's memory (from a GPU), then to files."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedModel:
+    """A model that can be pruned, before its weights are read.
+
+    Attributes:
+        skeleton: The model without weights, or a model in memory itself.
+        coverage: Fraction of the blocks' matrix weights that can be pruned.
+        no_text: Why no text can be tokenized; empty if one can.
+    """
+
+    source: Checkpoint | InMemoryModel
+    device: torch.device
+    skeleton: PreTrainedModel
+    blocks: Sequence[Block]
+    coverage: Coverage
+    no_text: str
+
+
+def named_model(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[dict[str, str], InMemoryModel | None]:
+    """The recipe's fields for a model, and the model with its tokenizer if it is in memory.
+
+    Raises:
+        InvalidSetting: The model is neither named nor a model of transformers, or not all of its weights are in memory.
+    """
+    if isinstance(model, (str, Path)):
+        return {"model": str(model)}, None
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        advice = " Pass its attribute model." if hasattr(model, "model") else ""
+        raise InvalidSetting(
+            f"A model is a folder, a hub name, or a model of transformers in memory, got {type(model).__name__}.{advice}"
+        )
+    if absent := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise InvalidSetting(
+            f"{len(absent)} weights of the model are not in memory, {absent[0]} first. Load it as a whole, or pass its folder."
+        )
+    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
+
+
+def open_source(
+    model: str | Path | PreTrainedModel, architecture: str | Path | None, *, trusted: bool, packed: bool = False
+) -> Checkpoint | InMemoryModel:
+    """Open a checkpoint, which may be packed if `packed`, or take a model in memory, with the architecture in a file.
+
+    Raises:
+        SparseLLMError: As `named_model`, `read_architecture` and `open_checkpoint`.
+    """
+    use_cache()
+    fields, source = named_model(model, None)
+    described = None if architecture is None else read_architecture(architecture)
+    if source is None:
+        return open_checkpoint(fields["model"], trusted=trusted, architecture=described, packed=packed)
+    describe(source.model, described)
+    return source
+
+
+def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None, *, packed: bool = False) -> OpenedModel:
+    """Open the recipe's model, which may be packed if `packed`, or check `source`.
+
+    Raises:
+        InvalidSetting: The device is not available.
+        BadCheckpoint: The checkpoint is damaged, or its tokenizer belongs to another model.
+        UnsupportedModel: The model cannot be pruned, or is packed.
+    """
+    use_cache()
+    device = devices.resolve_device(recipe.device)
+    architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
+    source = source or open_checkpoint(
+        recipe.model, recipe.revision, recipe.trust_remote_code, architecture=architecture, packed=packed
+    )
+    if isinstance(source, InMemoryModel):
+        describe(source.model, architecture)
+        if source.packed and not packed:
+            raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
+    skeleton = source.skeleton()
+    named = [text for text in recipe.evaluate if text != SOURCE]  # data in memory may be token ids
+    no_text = check_vocabulary(skeleton, source, needed=bool(named or recipe.task or recipe.prompt))
+    blocks = blocks_of(skeleton)
+    coverage = coverage_of(skeleton, blocks)
+    check_coverage(skeleton, coverage)
+    return OpenedModel(source, device, skeleton, blocks, coverage, no_text)
+
+
+def check_names(form: StoredForm, source: Checkpoint, *, blocks: Sequence[Block], plan: Plan) -> None:
+    """Raise BadCheckpoint unless the files hold every parameter to prune under the name that verification uses."""
+    canonical = tied_names(form.model)
+    stored = {canonical[name] for name in form.locations}
+    planned = {
+        block.full_name(block.parameter(name)) for block in blocks for name in block.layers if block.full_name(name) in plan
+    }
+    missing = sorted(name for name in planned if canonical[name] not in stored)
+    if missing:
+        raise BadCheckpoint(
+            f"{source.name} lacks {len(missing)} weights that its configuration calls for, {missing[0]} among them: no tensor "
+            "in its files maps to that name. The download may be incomplete, or config.json belongs to another model."
+        )
+
+
+def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | InMemoryModel, *, needed: bool) -> str:
+    """Check that the model has an embedding for each token of its tokenizer.
+
+    The tokenizer is loaded even for methods without calibration text, since every output includes its files. Added tokens may
+    lie beyond the embeddings, as in some published models; `check_tokens` rejects a text that contains one.
+
+    Args:
+        needed: Whether a text will be tokenized in any case.
+
+    Returns:
+        Why no text can be tokenized; empty if one can.
+
+    Raises:
+        BadCheckpoint: The tokenizer does not load, or has more tokens than the model has embeddings; or it is missing and
+            `needed`.
+        MissingPackage: The tokenizer needs a package that is not installed, and is `needed`.
+    """
+    if isinstance(source, InMemoryModel) and source.own_tokenizer is None:
+        return ""
+    try:
+        embeddings, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
+    except (NoTokenizer, MissingPackage) as error:
+        if needed:
+            raise
+        return first_line(error)
+    if tokens > embeddings:
+        raise BadCheckpoint(
+            f"The tokenizer of {source.name} has {tokens:,} tokens, but the model has embeddings for {embeddings:,}. "
+            "Copy the model's own tokenizer files into the folder."
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run holds the model, chosen before any weights are read.
+
+    Attributes:
+        streamed: Whether the model is read block by block.
+        note: Reason for the choice, for the user; may be empty.
+        ahead: Whether the next block is read while the current one is pruned.
+        tight: Whether freed memory is returned at once, because memory is scarce or the model is read block by block.
+        products: Dtype of the matrix products of passes through the blocks, as in `LoadedModel`.
+    """
+
+    memory: int
+    model: int
+    streamed: bool
+    note: str = ""
+    ahead: bool = False
+    tight: bool = False
+    products: torch.dtype | None = None
+
+
+def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> Placement:
+    """Choose where the recipe's model is held.
+
+    Args:
+        recipe: `offload` and `max_memory` override the defaults.
+        files: Whether the run may write files; without them the whole model must fit in memory.
+
+    Raises:
+        TooLarge: The run needs the whole model in memory, and it does not fit.
+        InvalidSetting: A setting of the recipe cannot be used with this model.
+        BadCheckpoint: The checkpoint cannot be read.
+    """
+    source, memory = opened.source, recipe.memory_bytes or int(SHARE * available(opened.device))
+    itemsize = source.dtype(recipe.dtype).itemsize if isinstance(source, Checkpoint) else None
+
+    def bytes_of(module: nn.Module) -> int:
+        return sum(tensor.numel() * (itemsize or tensor.element_size()) for tensor in module.parameters())
+
+    size = bytes_of(opened.skeleton)
+    sizes = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
+    streamed = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
+    if isinstance(source, InMemoryModel) or not streamed:
+        return Placement(memory, size, streamed=False)
+    if recipe.model_steps:
+        reason = sizes if recipe.offload is None else "`offload=True` reads it block by block"
+        raise TooLarge(
+            f"With gradient steps over it the whole model must be in memory: {reason}. Leave it out, or raise `max_memory`."
+        )
+    if not files:
+        reason = "`offload=True` reads the model block by block and stores pruned blocks in files"
+        reason = sizes if recipe.offload is None else reason
+        raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
+    try:
+        source.stream(recipe.dtype)
+    except NotStreamable as error:
+        return Placement(memory, size, streamed=False, note=f"loaded as a whole: {error}")
+    note = "read block by block" + (f": {sizes}" if recipe.offload is None else "")
+    ahead = 2 * max(bytes_of(block.module) for block in opened.blocks) <= RESIDENT_SHARE * memory
+    return Placement(memory, size, streamed=True, note=note, ahead=ahead)
+
+
+def load(recipe: RunRecipe, opened: OpenedModel, *, folder: Path | None, placement: Placement | None = None) -> LoadedModel:
+    """Load the recipe's model, as a whole or for reading block by block.
+
+    Args:
+        recipe: Sets the dtype of the weights.
+        folder: Folder for the run's files; without one the model and the hidden states must fit in memory.
+        placement: Result of `choose_placement`; chosen here by default.
+    """
+    source, device = opened.source, opened.device
+    placement = placement or choose_placement(recipe, opened, files=folder is not None)
+    host = available(torch.device("cpu")) if devices.has_own_memory(device) else 0
+    limit = int(STREAMS_SHARE * placement.memory) if folder else None
+    storage = OffloadManager(limit, folder, int(STREAMS_SHARE * SHARE * host))
+    weights: Weights
+    if isinstance(source, InMemoryModel) or not placement.streamed:
+        model = source.load(recipe.dtype, device)
+        weights, dtype = ResidentWeights(model), next(model.parameters()).dtype
+    else:
+        model, weights = source.stream(recipe.dtype, device, placement.ahead)
+        dtype = weights.dtype
+    in_float32 = device.type == "cpu" or recipe.in_float32
+    compute = torch.float32 if in_float32 and dtype in (torch.bfloat16, torch.float16) else None
+    return LoadedModel(model, weights, storage, compute, placement.memory, placement.note, placement.products)
+
+
+@torch.no_grad()
+def check_runs(loaded: LoadedModel, by_block: bool) -> None:
+    """Run a model on one short sequence.
+
+    Args:
+        by_block: Run it block by block, as it is pruned, instead of as a whole. Of an offloaded model only the first block
+            is run, since loading the others takes long.
+
+    Raises:
+        UnsupportedModel: The model's own code fails.
+        NonFinite: The output of a block has NaN or infinity.
+    """
+    model = loaded.model
+    tokens = torch.arange(TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
+    with model_errors(model, "as its config.json says"):
+        if by_block:
+            _run_blocks(loaded, tokens)
+        else:
+            with eval_mode(model), compute_dtype_context(model, loaded.compute):
+                logits = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
+                assert logits.shape[:2] == tokens.shape, f"logits of {tuple(logits.shape)}"
+
+
+def _run_blocks(loaded: LoadedModel, tokens: Tensor) -> None:
+    """Run all blocks, or only the first of an offloaded model, and the prediction head on one sequence, (1, seq)."""
+    blocks = blocks_of(loaded.model)
+    last = 0 if loaded.weights.on_disk else len(blocks) - 1
+    batches = [tokens] * collectives.world()  # one per process
+    for block, inputs in walk(loaded, batches, stop=last + 1):
+        if block.index == last:
+            inputs.advance(block)
+            with loaded.weights.non_block(), prediction_head(loaded.model, blocks, loaded.compute) as predict:
+                predict(tokens, inputs.pruned[0])

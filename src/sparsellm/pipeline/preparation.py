@@ -1,0 +1,200 @@
+"""What a run prepares before it reads any weights: plan, calibration and test sequences. Invalid input is rejected here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from sparsellm.allocation.bits import check_budget
+from sparsellm.checkpoints.headers import dtype_name
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.stored_form import StoredForm
+from sparsellm.errors import UnsupportedModel, plural
+from sparsellm.evaluation.task_definitions import prepare_tasks
+from sparsellm.methods import BlockMethod, Plan
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.models.output_head import blocks_and_head, output_head
+from sparsellm.pipeline.events import Note, Observer, add_note
+from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.loading import OpenedModel, check_names
+from sparsellm.pipeline.output_folder import ANEW, LOG
+from sparsellm.pipeline.outputs import dtype_changed_before, totals_before
+from sparsellm.pipeline.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
+from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
+from sparsellm.pipeline.recipe import Recipe, RunRecipe
+from sparsellm.pipeline.recipe_fields import RULES
+from sparsellm.pipeline.recipe_methods import method_of
+from sparsellm.pipeline.recovery import BlockRecovery
+from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.selection import layer_names, select_blocks
+from sparsellm.pipeline.token_sequences import check_tokens, more_text, read_tokens, window_length
+from sparsellm.pipeline.training import check_memory
+from sparsellm.pipeline.zeros_before import note_before
+from sparsellm.solvers.patterns import Unstructured
+from sparsellm.solvers.statistics import Gram
+from sparsellm.texts.in_memory import Given
+from sparsellm.texts.padding import count_tokens
+from sparsellm.training.block_training import windows_a_step
+
+TOKENS_A_BATCH = 2048
+"""Tokens per batch: enough for efficient matrix products; the activations of twice as many no longer fit the cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared(OpenedModel):
+    """A run before its weights are read.
+
+    Attributes:
+        windows: Calibration token ids, (samples, length), `PADDING` after the end of shorter sequences; empty where the method
+            needs none.
+        tests: Token ids to measure perplexity on, (sequences, length), by text, `PADDING` after the end of shorter sequences.
+    """
+
+    method: BlockMethod
+    plan: Plan
+    length: int
+    windows: Tensor
+    tests: Mapping[str, Tensor]
+    batch: int
+
+
+def prepare(
+    opened: OpenedModel,
+    method: BlockMethod,
+    plan: Plan,
+    *,
+    report: Report,
+    observer: Observer,
+    given: Given | None = None,
+    shared: DenseCache | None = None,
+) -> Prepared:
+    """Check the plan against the model, and read the texts of the report's recipe. Invalid input is rejected here.
+
+    Args:
+        report: Receives notes, and how the calibration sequences were drawn.
+        given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
+        shared: Keeps the token ids for other runs of this process.
+    """
+    recipe, source, skeleton = report.recipe, opened.source, opened.skeleton
+    blocks = blocks_and_head(skeleton, plan)
+    report.coverage = opened.coverage.of_plan(opened.blocks, plan)
+    if isinstance(source, Checkpoint):
+        form = StoredForm.of(source.files(), skeleton)
+        check_names(form, source, blocks=blocks, plan=plan)
+        for text in _source_notes(form, source, report):
+            add_note(text, report, observer)
+        for text in note_before(recipe, totals_before(source.folder)):
+            observer(Note(text))  # the report says what became of the zeros
+    prepare_tasks(recipe.task, recipe.task_data)
+    length = window_length(recipe, source.length)
+    calibration, read = read_tokens(recipe, source, length, given=given, shared=shared)
+    windows, report.calibration = calibration.windows, calibration.description
+    tests = {text: sequences.windows for text, sequences in read.items()}
+    check_tokens(opened, windows, *tests.values())
+    if opened.no_text:  # not before: a text that needs the tokenizer is refused with the reason
+        add_note(opened.no_text, report, observer)
+    for text in dict.fromkeys(note for sequences in (calibration, *read.values()) for note in sequences.notes):
+        add_note(text, report, observer)
+    if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
+        add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
+    if (limit := recipe.evaluate_limit) and tests:
+        add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
+    widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
+    if issubclass(method.needs, Gram) and calibration.distinct < widest:
+        add_note(
+            f"{calibration.distinct:,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram "
+            f"matrix is singular without damping. {more_text(calibration, widest)}.",
+            report,
+            observer,
+        )
+    batch = _batch_size(recipe, method, windows, length=length, observer=observer)
+    if batch > 1 and count_tokens(windows) < windows.numel():
+        batch = 1
+        if recipe.batch_size:
+            observer(Note("1 sequence per batch, since the sequences differ in length"))
+    vocabulary = skeleton.get_input_embeddings().num_embeddings
+    if message := check_memory(recipe, method, opened, windows=windows, vocabulary=vocabulary):
+        observer(Note(message))
+    return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
+
+
+def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Iterator[str]:
+    """What the output has in another form than the checkpoint, or not at all; changes of the dtype are recorded."""
+    target, name = source.dtype(report.recipe.dtype), report.recipe.dtype
+    rounded = form.rounded(target)
+    report.dtype_changed = dtype_changed_before(source.folder) or form.changes(target)
+    if rounded:
+        dtypes, kept = " and ".join(sorted(set(rounded.values()))), "float64" if "float64" in rounded.values() else "float32"
+        verb = "is" if len(rounded) == 1 else "are"
+        keeps = f"; `dtype='{kept}'` keeps them" if kept == "float32" else ""
+        reason = f", as config.json says{keeps}" if name == "auto" else ""
+        yield f"{plural(len(rounded), 'tensor')} {verb} stored in {dtypes} and {verb} rounded to {dtype_name(target)}{reason}"
+    if form.carried:
+        first = next(iter(form.carried))
+        verb = "goes along as it is" if len(form.carried) == 1 else "go along as they are"
+        yield f"{plural(len(form.carried), 'tensor')} that the model does not use, {first} first, {verb}"
+    if form.computed:
+        first, verb = form.computed[0], "is" if len(form.computed) == 1 else "are"
+        yield f"{plural(len(form.computed), 'buffer')} that the model computes itself, {first} first, {verb} left out"
+    if note := source.documents((*ANEW, LOG)).note():
+        yield note
+
+
+def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
+    """Build the recipe's method, and its plan checked against every layer's shape.
+
+    Raises:
+        UnsupportedModel: The method cannot solve the model's feed-forward layers.
+        InvalidSetting: The recipe rounds a model that is rounded already.
+    """
+    blocks = opened.blocks
+    if recipe.values and isinstance(opened.source, Checkpoint):
+        check_unrounded(recipe.model, read_scales(opened.source.folder))
+    method = method_of(recipe, len(blocks))
+    coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
+    if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):
+        raise UnsupportedModel(
+            f"The feed-forward part of {recipe.model} has an activation function that SparseLLM does not support. "
+            "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
+        )
+    # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
+    from_file = recipe.allocation_rule not in RULES
+    pattern = Unstructured(0) if from_file else recipe.pattern
+    selection = _selection(recipe, opened)
+    plan = uniform_plan(pattern=pattern, **selection)
+    if recipe.bits is not None:
+        check_budget(recipe.bits, selection["blocks"], plan)
+    if from_file:
+        plan = plan_from_file(recipe.allocation_rule, plan, layer_names(selection["blocks"]), recipe.pattern)
+    return method, plan
+
+
+def recipe_layers(recipe: RunRecipe, ready: Prepared) -> list[PlannedLayer]:
+    """Every linear layer of the blocks with its pattern in the recipe's plan, or the reason why it stays dense."""
+    if not isinstance(recipe, Recipe):
+        layers = list_layers(blocks_and_head(ready.skeleton, ready.plan), Unstructured(0))
+        reason = "the pruned model has it dense"
+        return [replace(x, pattern=ready.plan.get(x.name), reason="" if x.name in ready.plan else reason) for x in layers]
+    layers = list_layers(pattern=recipe.pattern, **_selection(recipe, ready))
+    return [replace(layer, pattern=ready.plan.get(layer.name)) for layer in layers]
+
+
+def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
+    """The arguments of `uniform_plan` by which a recipe selects layers; the head is one only where some are included."""
+    head = output_head(opened.skeleton, len(opened.blocks)) if recipe.include else None
+    blocks, chosen = [*opened.blocks, *filter(None, [head])], select_blocks(recipe.blocks, len(opened.blocks))
+    return {"blocks": blocks, "chosen": chosen, "include": recipe.include, "exclude": recipe.exclude}
+
+
+def _batch_size(recipe: RunRecipe, method: BlockMethod, windows: Tensor, *, length: int, observer: Observer) -> int:
+    """Sequences per batch: about TOKENS_A_BATCH tokens, and no more than a gradient step over one block reads."""
+    per_step = windows_a_step(*windows.shape) if windows.numel() else None
+    usual = max(1, TOKENS_A_BATCH // (windows.shape[1] if per_step else length))
+    batch = recipe.batch_size or (min(usual, per_step) if per_step else usual)
+    if isinstance(method, BlockRecovery) and method.training.steps and per_step and batch > per_step:
+        observer(Note(f"{per_step} sequences per batch instead of {batch}, as many as a gradient step reads"))
+        return per_step
+    return batch

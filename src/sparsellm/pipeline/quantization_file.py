@@ -1,0 +1,137 @@
+"""The side file of a quantized checkpoint: the scales of its weights, which are ordinary numbers in the weight files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from sparsellm.checkpoints.headers import locate_all
+from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.tensor_index import Stored, TensorLocation, locations_of, read_stored
+from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.formats.integer_encoding import decode_scales
+from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.runtime.devices import raise_unless_damaged
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Scales
+from sparsellm.texts.json_files import durable
+
+_METADATA = "sparsellm"
+_SUFFIX = "_scale"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the metadata say about a weight."""
+
+    bits: int
+    group_size: int
+    transposed: bool = False
+
+
+def write_scales(folder: Path, scales: Mapping[str, Scales]) -> None:
+    """Write the side file of a checkpoint.
+
+    Args:
+        folder: Its folder.
+        scales: Those of each quantized weight, by the stored name of the weight, such as "model.layers.0.mlp.up_proj.weight".
+    """
+    entries = {name: {**vars(x.format), "transposed": x.transposed} for name, x in sorted(scales.items())}
+    tensors = {name + _SUFFIX: x.scales.detach().cpu().contiguous() for name, x in sorted(scales.items())}
+    # One entry: safetensors writes several in an order that changes from process to process.
+    durable(folder / SCALES_FILE, save(tensors, {_METADATA: json.dumps(entries)}))
+
+
+def read_scales(folder: Path) -> dict[str, Scales]:
+    """Read the side file of a checkpoint: the scales of its quantized weights by stored name; empty if it has none.
+
+    Raises:
+        BadCheckpoint: The file is damaged.
+    """
+    file = folder / SCALES_FILE
+    if not file.is_file():
+        return {}
+    try:
+        with safe_open(file, framework="pt") as stream:
+            metadata: Any = stream.metadata() or {}
+            entries = TypeAdapter(dict[str, _Entry]).validate_json(metadata.get(_METADATA, ""))
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
+    except ValidationError as error:
+        raise _damaged(error.errors(include_url=False)[0]["msg"]) from None
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise_unless_damaged(error)
+        raise _damaged(str(error).splitlines()[0][:120]) from None
+    if different := sorted({name + _SUFFIX for name in entries} ^ tensors.keys()):
+        raise _damaged(f"{different[0][:80]} is only in its list or only among its tensors")
+    scales = {}
+    for name, entry in entries.items():
+        tensor = tensors[name + _SUFFIX]
+        if tensor.dtype is not torch.bfloat16 or tensor.dim() != 2 or not bool(tensor.isfinite().all()):
+            raise _damaged(f"{name[:80]}{_SUFFIX} must have finite bfloat16 numbers in two dimensions")
+        try:
+            format = IntegerFormat(entry.bits, entry.group_size).checked()
+        except InvalidSetting as error:
+            raise _damaged(f"{name[:80]}: {error}") from None
+        scales[name] = Scales(tensor, format, entry.transposed)
+    return scales
+
+
+def check_unrounded(name: str, scales: Mapping[str, Scales]) -> None:
+    """Raise InvalidSetting if a model, which `values` would round, has scales already."""
+    if scales:
+        kinds = ", ".join(sorted({x.format.name for x in scales.values()}))
+        raise InvalidSetting(f"{name} is quantized already, to {kinds}, and `values` would round it again. Leave it out.")
+
+
+def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
+    """Return the scales of the quantized tensors in packed weight files, by stored name."""
+    found = {}
+    for file in files:
+        stored, entries = locate_all(file)
+        for name, format in ((key, entry.integers) for key, entry in entries.items() if key in stored):
+            if format is None:
+                continue
+            names = {part: key for part, key in parts_of(name, stored).items() if "scales" in part}
+            parts = {part: read_stored(TensorLocation(file, key)).numpy() for part, key in names.items()}
+            scales = decode_scales(parts, entries[name].matrix, format)
+            found[name] = Scales(scales, format, entries[name].transposed)
+    return found
+
+
+def quantized_tensors(tensors: Mapping[str, Stored | Tensor]) -> dict[str, IntegerFormat]:
+    """Return what a packed file or a side file says that tensors are quantized to, by the names that the argument gives them.
+
+    A tensor that is stored in pieces has the format of the first one that is quantized.
+    """
+    listed: dict[Path, dict[str, IntegerFormat]] = {}
+    found: dict[str, IntegerFormat] = {}
+    for name, stored in tensors.items():
+        for location in locations_of(stored):
+            if location.file not in listed:
+                entries = locate_all(location.file)[1] if location.file.suffix == ".safetensors" else {}
+                scales = read_scales(location.file.parent)
+                packed = {key: x.integers for key, x in entries.items() if x.integers is not None}
+                listed[location.file] = packed | {key: x.format for key, x in scales.items()}
+            if location.key in listed[location.file]:
+                found.setdefault(name, listed[location.file][location.key])
+    return found
+
+
+def stamp(folder: Path) -> list[int] | None:
+    """Return size and time of change of the side file; None if there is none."""
+    file = folder / SCALES_FILE
+    return [file.stat().st_size, file.stat().st_mtime_ns] if file.is_file() else None
+
+
+def _damaged(reason: str) -> BadCheckpoint:
+    """Return the error for a damaged file."""
+    return BadCheckpoint(f"{SCALES_FILE} is damaged: {reason}. Get a sound copy of the checkpoint.")

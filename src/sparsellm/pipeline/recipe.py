@@ -1,0 +1,201 @@
+"""Recipes: all settings of a run as validated data. Imports no torch, so that a wrong value is told at once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from pydantic import field_validator, model_validator
+
+from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.pipeline.recipe_fields import (
+    ALLOCATIONS,
+    RULES,
+    SCOPES,
+    RecipeFields,
+    RunFields,
+    SolverName,
+    fields_of_others,
+    parse_size,
+    recipe_yaml,
+)
+from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
+
+EFFORTS: dict[str, tuple[SolverName, str]] = {
+    "fast": ("fast-admm", "none"),
+    "standard": ("alps-accurate", "feedforward"),
+    "best": ("alps-accurate", "feedforward"),
+}
+"""Solver and scope of each effort, used where the recipe sets none."""
+
+SCOPE_STEPS = {"block": 100, "model": 1200}
+"""Default number of gradient steps of a recovery: for each block, or for the whole model."""
+
+NEEDS_TEXT = f"needs a calibration text: pass a {TEXT_FILES} file as `calibration`, or one of {', '.join(TEXT_NAMES)}."
+
+
+class RunRecipe(RunFields):
+    """Settings that pruning and recovery share: dense model, calibration text, evaluation and hardware."""
+
+    @field_validator("max_memory")
+    @classmethod
+    def _is_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_size("max_memory", value)
+        return value
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`max_memory` in bytes; None if it is not set."""
+        return None if self.max_memory is None else parse_size("max_memory", self.max_memory)
+
+    @property
+    def allocation_rule(self) -> str:
+        """The allocation rule, or the path of an allocation file."""
+        return "uniform"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the run needs calibration sequences."""
+        return True
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether 16-bit models are computed in float32 on every device, not only on a CPU."""
+        return self.compute_dtype == "float32"
+
+    @property
+    def model_steps(self) -> int:
+        """Number of gradient steps over the whole model after pruning; 0 for none."""
+        return 0
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Summarize the run in one line."""
+
+    def to_yaml(self) -> str:
+        """Convert the recipe to YAML: its method, and every field that differs from its default."""
+        return recipe_yaml(self.model_dump(mode="json"))
+
+
+class Recipe(RunRecipe, RecipeFields):
+    """All settings of a pruning run, as on the command line and in YAML; docs/cli.md describes each field."""
+
+    @field_validator("sparsity", "blocks", "scope", mode="before")
+    @classmethod
+    def _as_text(cls, value: object) -> object:
+        return value if value is None else str(value)
+
+    @field_validator("sparsity")
+    @classmethod
+    def _is_pattern(cls, value: str | None) -> str | None:
+        return value if value is None else str(parse_pattern(value))
+
+    @model_validator(mode="after")
+    def _check_method(self) -> Recipe:
+        name = self._first_changed(*fields_of_others(self.method, self.as_published))
+        if name == "true_sequential":
+            reason = "uses no inputs" if self.method == "magnitude" else "has its own order of layers"
+            raise InvalidSetting(
+                f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {reason}. "
+                "Leave it out."
+            )
+        if name and self.method != "sparsellm":
+            raise InvalidSetting(f"`{name}` belongs to the method sparsellm, got the method {self.method}.")
+        if name:
+            uses, advice = "only Algorithm 1 uses it", "Pass `as_published=True` with it, or leave it out"
+            if self.as_published:
+                uses, advice = "Algorithm 1 as published does not use it", "Leave out either it or `as_published`"
+            raise InvalidSetting(f"`{name}` is {getattr(self, name)}, but {uses}. {advice}.")
+        if self.method == "sparsellm" and not self.as_published and self.scope not in (None, *SCOPES):
+            raise InvalidSetting(
+                f"`scope` is unknown: got {self.scope!r}. {nearest(str(self.scope), SCOPES)} "
+                "A list of blocks needs `as_published=True`."
+            )
+        if self.resolved_scope == "none" and self.gauss_newton_steps and self._first_changed("gauss_newton_steps"):
+            raise InvalidSetting(
+                "With `scope` none, or `effort` fast, every layer is pruned separately: leave out `gauss_newton_steps`."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_values(self) -> Recipe:
+        if self.values is None and self.group_size is not None:
+            raise InvalidSetting("`group_size` goes with `values`. Pass `values` too, or leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_inputs(self) -> Recipe:
+        if self.allocation_rule in RULES[1:] and not isinstance(self.pattern, Unstructured):
+            raise InvalidSetting(
+                f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
+                "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
+            )
+        if self.reads_text and self.calibration is None:
+            subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
+            subject = subject if self.bits is None else "A run with `bits`"
+            raise InvalidSetting(f"{subject} {NEEDS_TEXT}")
+        return self
+
+    def _first_changed(self, *names: str) -> str:
+        """Name the first of these fields that differs from its default; empty if all have theirs."""
+        return next((name for name in names if getattr(self, name) != type(self).model_fields[name].default), "")
+
+    @field_validator("allocation")
+    @classmethod
+    def _is_rule(cls, value: str | None) -> str | None:
+        if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
+            raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or pass a .yaml file.")
+        return value
+
+    @property
+    def pattern(self) -> Pattern:
+        """`sparsity` as a pattern; with `bits`, which set each layer's later, one that removes nothing."""
+        return Unstructured(0) if self.sparsity is None else parse_pattern(self.sparsity)
+
+    @property
+    def size_label(self) -> str:
+        """`sparsity`, or `bits` as "3 bits a weight"."""
+        return f"{self.bits:g} bits a weight" if self.sparsity is None else self.sparsity
+
+    @property
+    def rounds(self) -> bool:
+        """Whether kept weights are rounded to integers."""
+        return self.values is not None or self.bits is not None
+
+    @property
+    def allocation_rule(self) -> str:
+        if self.bits is not None:
+            return RULES[-1]
+        is_removing = isinstance(self.pattern, Unstructured) and self.pattern.sparsity > 0
+        nonuniform = self.method == "sparsellm" and not self.as_published and is_removing
+        return self.allocation or ("fisher" if nonuniform else "uniform")
+
+    @property
+    def inner_solver(self) -> SolverName:
+        """Name of the layer solver used by the method sparsellm."""
+        return self.solver or ("sparsegpt" if self.as_published else EFFORTS[self.effort][0])
+
+    @property
+    def resolved_scope(self) -> str:
+        """`scope`, or the one that `effort` sets."""
+        return self.scope or EFFORTS[self.effort][1]
+
+    @property
+    def reads_text(self) -> bool:
+        return self.method != "magnitude" or self.allocation_rule in RULES[1:]
+
+    @property
+    def model_steps(self) -> int:
+        return SCOPE_STEPS["model"] if self.effort == "best" else 0
+
+    def describe(self, predicate: str = "removed") -> str:
+        """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""
+        detail = f" ({'as published, ' if self.as_published else ''}{self.inner_solver} inside, {self.epochs} epochs)"
+        if not self.as_published:
+            detail = f" ({self.inner_solver} inside, scope: {self.resolved_scope})"
+        if self.method != "sparsellm":
+            detail = " (true-sequential)" if self.true_sequential else ""
+        values = f", values {self.values}" if self.values else ""
+        size = self.size_label if self.sparsity is None else self.pattern.describe(predicate)
+        return f"{self.method}{detail}, {size}{values}"

@@ -1,0 +1,296 @@
+"""The fields of a recipe, each with its type, default and description; the command line generates its options from them.
+
+Imports no torch, so that `sparsellm --help` and shell completion need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.pipeline.removed import without_removed
+from sparsellm.solvers.integers import MASK_WORD, IntegerName
+from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
+
+SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
+MethodName = Literal["sparsellm", SolverName]
+
+METHODS = {
+    "sparsellm": "matches layers to the dense model's outputs, weighted by their effect on the predictions; any solver inside",
+    "alps-accurate": "ALPS with over-relaxation, a penalty that grows half as fast, and a longer final fit",
+    "alps": "finds mask and weights together by ADMM, then refits the weights on the mask (NeurIPS 2024)",
+    "fast-admm": "the first ADMM steps of ALPS with a single factorization, and a short refit",
+    "sparsegpt": "removes the cheapest weights column by column and updates later columns to compensate (ICML 2023)",
+    "wanda": "keeps the largest |weight| times input norm in each row, values unchanged (ICLR 2024)",
+    "magnitude": "keeps the largest weights, without calibration text",
+}
+"""Description of each method by name, as `sparsellm info` prints it."""
+
+SCOPES = ("none", "feedforward")
+"""Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""
+
+ALLOCATIONS = ("uniform", "owl", "fisher")
+"""Rules that set each layer's sparsity; a YAML file may be used instead."""
+
+RULES = (*ALLOCATIONS, "bits")
+"""These, and the rule of a recipe with `bits`."""
+
+_ONLY_DEFAULT, _ONLY_PUBLISHED = ("effort", "gauss_newton_steps"), ("epochs", "alpha", "beta")
+_ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
+"""Fields of the method sparsellm, and those of them that only its default or only Algorithm 1 has."""
+MOST = 2**31 - 1
+"""Largest value of every count: the product of two fits the integers of torch."""
+
+# Written by benchmarks/render.py, as in README.md: <!-- efforts in help -->
+EFFORT_COSTS = "1.7, 6.6 or 104 times sparsegpt's, for 0.27, 0.12 or 0.042 of its excess log perplexity (demo:opt, 80%)"
+# <!-- /efforts in help -->
+
+_SIZE = TypeAdapter(ByteSize)
+
+
+def parse_size(field: str, value: str) -> int:
+    """The bytes of a size such as 16GiB. Raises InvalidSetting, which names the field."""
+    with suppress(ValidationError):
+        # ByteSize accepts malformed sizes, for example it reads "1,5GiB" as one byte.
+        if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < (size := _SIZE.validate_python(value)) < 2**63:
+            return size
+    raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
+
+
+def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
+    """The fields that belong to other methods than this one."""
+    others = _ONLY_SPARSELLM if method != "sparsellm" else _ONLY_DEFAULT if as_published else _ONLY_PUBLISHED
+    return (*others, *(("true_sequential",) if method in ("sparsellm", "magnitude") else ()))
+
+
+_as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Names = Annotated[tuple[str, ...], _as_tuple]
+"""Several texts; a single one may be written without a list."""
+
+
+def _field(
+    panel: str,
+    default: Any,
+    description: str,
+    default_text: str | None = None,
+    *,
+    essential: bool = True,
+    least: int | None = None,
+    **constraints: Any,
+) -> Any:
+    """A field of the recipe.
+
+    Args:
+        panel: The panel of the help that lists the option, of `PANELS`.
+        default: The value of a field that is not given.
+        description: The help text, one sentence.
+        default_text: What is used when the value is None, in words.
+        essential: `--help` lists the option, not only `--help-all`.
+        least: Smallest value of a count, whose largest is `MOST`.
+        **constraints: Bounds of the value, as in `pydantic.Field`.
+    """
+    constraints |= {} if least is None else {"ge": least, "le": MOST}
+    option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential}
+    return Field(default, description=description, json_schema_extra=option, **constraints)
+
+
+PANELS = ("Options", "Layers", "Machine", "Method", "Data", "Evaluation", "Model")
+"""Panels of the help, in its order."""
+
+_option = partial(_field, "Options")
+_layers = partial(_field, "Layers")
+_machine = partial(_field, "Machine")
+_method = partial(_field, "Method", essential=False)
+_data = partial(_field, "Data", essential=False)
+_evaluation = partial(_field, "Evaluation", essential=False)
+_model = partial(_field, "Model", essential=False)
+
+
+class RunFields(BaseModel):
+    """The fields that `prune` and `recover` share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """What `repr` and `str` show: no fields at their defaults, of which a recipe has some forty."""
+        shown = without_defaults(self.model_dump(mode="json"))
+        yield from ((name, value) for name, value in super().__repr_args__() if name in shown)
+
+    model: str = Field(description="Checkpoint folder, Hugging Face name, demo:opt or demo:llama.")
+    revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
+    trust_remote_code: bool = _model(False, "Run the Python code that comes with the checkpoint.")
+    architecture: str | None = _model(
+        None, "YAML file that describes the model's architecture.", "the built-in table, or what is detected"
+    )
+
+    calibration: str | None = _option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.")
+    text_field: str | None = _data(
+        None,
+        "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.",
+        "text, messages, conversations, prompt with completion, or instruction with output",
+    )
+    documents: Literal["auto", "whole", "joined"] = _data(
+        "auto",
+        "Sequences are whole documents, cut at the length, or cut from all documents joined; auto is whole for chats.",
+    )
+    bos: Literal["auto", "yes", "no"] = _data(
+        "auto",
+        "Begin each sequence with the tokenizer's BOS token; auto is where it adds one, but for c4, wikitext2 and ptb with OPT"
+        " and LLaMA, which are divided as in the papers.",
+    )
+    samples: int = _option(128, "Number of calibration sequences.", least=1)
+    sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", least=2)
+    seed: int = _option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)
+
+    evaluate: Names = _option((), "Text to measure perplexity on, as for calibration.")
+    evaluate_limit: int | None = _evaluation(
+        None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", least=1
+    )
+    prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
+    task: Names = _evaluation((), "Task or group of lm-eval to measure on, such as boolq or mmlu, or the .yaml file of a task.")
+    task_data: str | None = _evaluation(
+        None, "Folder with the questions of the SparseLLM paper's tasks and piqa as .jsonl files.", "downloaded from the hub"
+    )
+    task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", least=1)
+
+    max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of free")
+    offload: bool | None = _machine(
+        None,
+        "Load one block at a time.",
+        "when the model needs more than half of the memory",
+    )
+    device: str = _machine("auto", "Device: auto, cpu, cuda:1 or mps.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _machine("auto", "Data type; auto is the stored one.")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = _machine(
+        "auto",
+        "Data type of matrix products in passes and gradient steps; auto is bfloat16 for bfloat16 models where the processor"
+        " is measured to be faster with it.",
+        essential=False,
+    )
+    batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", least=1)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for what is neither; pydantic would read `samples: true` as 1."""
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
+            raise InvalidSetting(f"`{info.field_name}` got {str(value).lower()}, which is no value of it.")
+        return value
+
+
+class RecipeFields(RunFields):
+    """The fields of `sparsellm.pipeline.recipe.Recipe`, which checks that they agree."""
+
+    method: MethodName = _option("sparsellm", "Pruning method.")
+    sparsity: str | None = _option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
+    bits: float | None = _option(None, "Bits a weight, all counted, in place of sparsity.", gt=0, allow_inf_nan=False)
+    as_published: bool = _method(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
+    effort: Literal["fast", "standard", "best"] = _option(
+        "standard",
+        f"Time of the method sparsellm: {EFFORT_COSTS}.",
+    )
+    solver: SolverName | None = _method(
+        None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published"
+    )
+    gauss_newton_steps: int = _method(3, "Maximum number of Gauss-Newton steps on each feed-forward part.", least=0)
+    epochs: int = _method(4, "Number of epochs K of Algorithm 1.", least=1)
+    alpha: float = _method(0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False)
+    beta: float = _method(0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False)
+    scope: str | None = _method(
+        None,
+        "Layers that are pruned as one problem: none or feedforward; with as_published also blocks, as 0:12.",
+        "set by effort",
+    )
+    allocation: str | None = _layers(
+        None,
+        "Rule that sets each layer's sparsity: uniform, owl, fisher, or a YAML file.",
+        "fisher for the method sparsellm, uniform for others and N:M",
+    )
+    blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
+    include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
+    exclude: Names = _layers((), "Do not prune such layers, named as for include.")
+    values: IntegerName | None = _option(None, "Round the kept weights to integers.")
+    group_size: int | None = _layers(
+        None,
+        "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",
+        "whole rows for int8, about 128 kept weights for int4 and int3",
+        essential=False,
+        least=0,
+        multiple_of=MASK_WORD,
+    )
+    keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
+    true_sequential: bool = _method(
+        False,
+        "Prune each layer on the outputs of the pruned layers before it in its block (alps, fast-admm, sparsegpt or wanda).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_sparsity_or_bits(cls, fields: Any) -> Any:
+        """Set the default sparsity unless `bits` sets it."""
+        if not isinstance(fields, dict):
+            return fields
+        if fields.get("bits") is None:
+            return fields | ({"sparsity": "50%"} if fields.get("sparsity") is None else {})
+        for name in ("sparsity", "values", "group_size", "allocation"):
+            if fields.get(name) is not None:
+                raise InvalidSetting(
+                    f"`bits` sets each layer's sparsity and values, so that `{name}` has no place. Leave out one of the two."
+                )
+        return fields
+
+
+class RecoveryFields(RunFields):
+    """The fields of `sparsellm.pipeline.recipe.RecoveryRecipe`. `model` is the dense model."""
+
+    pruned: str = Field(description="Folder that `prune` or `recover` wrote.")
+    scope: Literal["block", "model"] = _option(
+        "model", "Weights that are trained together: each block's, or the whole model's."
+    )
+    train: Literal["full", "lora"] = _option(
+        "full", "Parameters to train: full (all), or lora (low-rank changes of the pruned layers)."
+    )
+    steps: int | None = _option(
+        None, "Maximum number of gradient steps.", "100 for each block, 1200 for the whole model", least=1
+    )
+    patience: int | None = _method(
+        None, "Stop after this many of the 10 validations in a row without a new lowest loss.", "no early stop", gt=0, lt=10
+    )
+    lora_rank: int = _method(16, "Rank of the changes that lora trains.", least=1)
+    lora_targets: Names = _method((), "Layers that lora changes, by name, glob, re:REGEX or type.", "all pruned ones")
+
+
+def is_object(fields: Mapping[str, Any]) -> bool:
+    """Whether the method in a recipe's fields is the name of an object's class."""
+    method = fields.get("method")
+    return isinstance(method, str) and method not in METHODS
+
+
+def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe, as plain data, that differ from their defaults, and its method."""
+    declared = (RecoveryFields if "pruned" in fields else RecipeFields).model_fields
+    defaults = {name: [] if field.default == () else field.default for name, field in declared.items() if name != "method"}
+    return {name: x for name, x in without_removed(fields).items() if name not in defaults or x != defaults[name]}
+
+
+def recipe_yaml(fields: Mapping[str, Any]) -> str:
+    """The fields of a recipe, as plain data, as YAML without those at their defaults."""
+    return yaml.safe_dump(without_defaults(fields), sort_keys=False, allow_unicode=True)

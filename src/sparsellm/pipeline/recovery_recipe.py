@@ -1,0 +1,49 @@
+"""The recipe of a recovery: all of its settings as validated data."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from pydantic import model_validator
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.pipeline.recipe import NEEDS_TEXT, SCOPE_STEPS, RunRecipe
+from sparsellm.pipeline.recipe_fields import RecoveryFields
+
+
+class RecoveryRecipe(RunRecipe, RecoveryFields):
+    """All settings of a recovery. `model` is the dense model whose outputs the pruned one is trained to match."""
+
+    @model_validator(mode="after")
+    def _check_training(self) -> RecoveryRecipe:
+        if self.calibration is None:
+            raise InvalidSetting(f"Recovery {NEEDS_TEXT}")
+        if self.train != "lora" and (self.lora_targets or self.lora_rank != type(self).model_fields["lora_rank"].default):
+            raise InvalidSetting(
+                f"`lora_rank` and `lora_targets` are for `train` lora, got {self.train}. "
+                "Pass `train='lora'`, or leave them out."
+            )
+        return self
+
+    @property
+    def resolved_steps(self) -> int:
+        """Number of gradient steps, for each block or for the whole model."""
+        return self.steps or self.default_steps(self.scope)
+
+    @staticmethod
+    def default_steps(scope: str) -> int:
+        """Number of gradient steps of a scope, if none is given."""
+        return SCOPE_STEPS[scope]
+
+    @property
+    def model_steps(self) -> int:
+        return self.resolved_steps if self.scope == "model" else 0
+
+    def describe(self) -> str:
+        return f"recovered from {PurePath(self.pruned).name} by {self.describe_steps()}"
+
+    def describe_steps(self) -> str:
+        """Describe the training in part of a sentence."""
+        trained = "each block" if self.scope == "block" else "the whole model"
+        of = f" by LoRA of rank {self.lora_rank}" if self.train == "lora" else ""
+        return f"{self.resolved_steps} gradient steps over {trained}{of}"

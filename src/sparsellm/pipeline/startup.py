@@ -1,0 +1,174 @@
+"""The start of a run: model placement, batch size and journal, agreed on by all processes of a distributed run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sparsellm.checkpoints.headers import dtype_name
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.errors import InvalidSetting
+from sparsellm.models.sparse_matmul import NAME as OF_ZEROS
+from sparsellm.models.sparse_matmul import max_density
+from sparsellm.pipeline.compute_dtype import NAME as OF_COMPUTE_DTYPE
+from sparsellm.pipeline.compute_dtype import choose_products
+from sparsellm.pipeline.events import DIGESTING, Note, Observer, Stage, add_note
+from sparsellm.pipeline.fingerprint import fingerprint
+from sparsellm.pipeline.inputs import run_inputs
+from sparsellm.pipeline.journal import OF_RECIPE, Journal, in_words
+from sparsellm.pipeline.loading import Placement, choose_placement
+from sparsellm.pipeline.planning import fit_to_memory
+from sparsellm.pipeline.preparation import Prepared
+from sparsellm.pipeline.recipe import RunRecipe
+from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.workspace import WorkDirectory
+from sparsellm.runtime import alternatives, collectives
+from sparsellm.runtime.devices import multiplies_bfloat16
+from sparsellm.runtime.products import BFLOAT16_NAME, NAME, bf16_matmul_speedup, uses_onednn
+
+OF_ONE = ("environment.device", f"{OF_RECIPE}device")
+"""Settings that may differ between the processes of a run."""
+
+
+def start_run(
+    ready: Prepared, report: Report, observer: Observer, *, work: WorkDirectory | None = None
+) -> tuple[Placement, int, Journal | None]:
+    """Choose placement and batch size, and open the journal.
+
+    Args:
+        report: The run's report, with its recipe and environment; receives the digests of what the run reads.
+        work: Work directory of the output; None for a run that cannot be resumed.
+
+    Returns:
+        The placement, the sequences per batch, and the journal (None without `work`).
+
+    Raises:
+        TooLarge: The run does not fit in memory or on disk.
+        CannotResume: The journal belongs to another run.
+        InvalidSetting: The processes of the run differ in a setting.
+    """
+    recipe, journal = report.recipe, None
+    placement = choose_placement(recipe, ready, files=work is not None)
+    is_identified = work is not None or collectives.world() > 1
+    if is_identified or isinstance(ready.source, Checkpoint):
+        observer(Stage(DIGESTING))
+    report.inputs = run_inputs(recipe, ready.source)
+    if is_identified:
+        identity = fingerprint(recipe, ready.source, windows=ready.windows, environment=report.environment)
+        if report.pruned:
+            identity["pruned checkpoint"] = report.pruned.digest
+        check_alike(identity)
+        journal = work.begin(identity) if work else None
+    if journal and journal.lost:
+        observer(Note(journal.lost))
+    placement, batch = fit_to_memory(recipe, ready, placement, observer=observer, output=work.output if work else None)
+    if journal:
+        batch = journal.fact("batch") or batch  # a resumed run keeps its batch size
+        _note_machine(journal, observer)
+    if collectives.world() > 1:
+        placement, batch = _agree(recipe, ready, placement, batch=batch, journal=journal)
+    placement = replace(placement, products=_agree_on_products(recipe, ready, journal))
+    if ready.device.type == "cpu" and recipe.reads_text:
+        report.environment |= _agree_on_alternatives(placement.products, journal)
+        for name in filter(_is_of_runs, alternatives.unsteady()):
+            add_note(
+                f"other programs were at work while {name} were measured: the result holds for this run only", report, observer
+            )
+    return placement, batch, journal
+
+
+def check_alike(message: Mapping[str, Any]) -> None:
+    """Raise InvalidSetting unless all processes of the run have the same fingerprint, `message` in this process."""
+    local = json.loads(json.dumps({name: value for name, value in message.items() if name not in OF_ONE}))
+    first, *others = collectives.all_gather_object(local)
+    for number, other in enumerate(others, 1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise InvalidSetting(
+                    f"Process {number} differs from process 0: {in_words(name)} is {other.get(name)!r} instead of "
+                    f"{first.get(name)!r}. Start all processes with the same command, versions and files."
+                )
+
+
+def _note_machine(journal: Journal, observer: Observer) -> None:
+    """Add a note if a run is resumed with another number of processes or threads."""
+    current = {"processes": collectives.world(), "threads": torch.get_num_threads()}
+    recorded = journal.fact("machine")
+    if recorded is None:
+        journal.note("machine", current)
+    elif recorded != current:
+        before, now = (f"{x['processes']} processes of {x['threads']} threads" for x in (recorded, current))
+        observer(Note(f"started with {before}, resumed with {now}: rounding differs, and so may the masks"))
+
+
+def _agree_on_products(recipe: RunRecipe, ready: Prepared, journal: Journal | None) -> torch.dtype | None:
+    """The dtype of products, measured by the main process of a new run; a resumed run keeps it, also on another machine."""
+    name: str | None = journal.fact("products") if journal else None
+    if name is None:
+        products = choose_products(recipe, ready) if collectives.is_main() else None
+        name = collectives.broadcast_object("" if products is None else dtype_name(products))
+        if journal:
+            journal.note("products", name)
+    return getattr(torch, name) if name else None
+
+
+def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None) -> dict[str, str]:
+    """Take the speedups that the main process of a new run measured, or those of a resumed run, which decide the last bits.
+
+    Returns:
+        What they decide, for the report.
+    """
+    speedups: dict[str, float] | None = journal.fact("speedups") if journal else None
+    if speedups is None:
+        alternatives.adopt({})
+        speedups = collectives.broadcast_object(_measure_alternatives(products) if collectives.is_main() else None)
+        if journal:
+            journal.note("speedups", speedups)
+    alternatives.adopt(speedups)
+    limit = max_density(products)
+    return {
+        "float32 products": "oneDNN" if uses_onednn() else "torch",
+        "zeros are skipped": f"from {100 * (1 - limit):.0f} % zeros on" if limit else "never",
+        "products in solvers": "bfloat16" if multiplies_bfloat16(torch.device("cpu")) else "float32",
+    }
+
+
+def _is_of_runs(name: str) -> bool:
+    """Whether a comparison of this name decides something in a run, as one of packed products does not."""
+    return name.startswith((NAME, BFLOAT16_NAME, OF_ZEROS, OF_COMPUTE_DTYPE))
+
+
+def _measure_alternatives(products: torch.dtype | None) -> dict[str, float]:
+    """Measure what a run on a CPU chooses from, if this machine is not known yet."""
+    uses_onednn()
+    max_density(products)
+    bf16_matmul_speedup()
+    return alternatives.known()
+
+
+def _agree(
+    recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int, journal: Journal | None
+) -> tuple[Placement, int]:
+    """Choose the placement and batch size that suit every process.
+
+    Raises InvalidSetting for fewer sequences than processes, and for a model that is read block by block where not every
+    process can read the output folder.
+    """
+    count, windows = collectives.world(), len(ready.windows)
+    if 0 < windows < count:
+        raise InvalidSetting(f"There are {windows} calibration sequences for {count} processes. Pass more `samples`.")
+    choices = collectives.all_gather_object([placement.streamed, batch, journal is None or journal.file.exists()])
+    batch = max(1, min([size for _, size, _ in choices] + ([windows // count] if windows else [])))
+    if any(streamed for streamed, _, _ in choices):
+        if not all(visible for _, _, visible in choices):
+            raise InvalidSetting(
+                "The model is read block by block, and not every process can read the folder to write. Name one that all "
+                "machines share, or pass `offload=False`."
+            )
+        if not placement.streamed:
+            placement = choose_placement(recipe.model_copy(update={"offload": True}), ready, files=True)
+    return placement, batch

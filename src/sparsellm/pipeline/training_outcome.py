@@ -1,0 +1,73 @@
+"""What the trainings of a run did: the description of a recovery says no more than happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from sparsellm.errors import plural
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+
+if TYPE_CHECKING:
+    from sparsellm.methods import TrainingResult
+    from sparsellm.pipeline.recipe import RunRecipe
+    from sparsellm.pipeline.results import GradualResult
+
+WHOLE_MODEL = "whole model"
+"""Name of the training of the whole model, beside those of blocks."""
+
+
+def changed_nothing(found: Mapping[str, TrainingResult]) -> bool:
+    """Whether trainings were tried, and none of them has a step that lowered its loss: the weights are unchanged."""
+    return bool(found) and not any(training.steps for training in found.values())
+
+
+def describe_recovery(recipe: RecoveryRecipe, found: Mapping[str, TrainingResult], gradual: GradualResult | None) -> str:
+    """Describe a recovery in one line by what it did.
+
+    Args:
+        found: Its trainings by name; of a gradual pruning those of all stages.
+    """
+    if not found:
+        return recipe.describe()
+    after = ""
+    if gradual:
+        recipe, after = recipe.model_copy(update={"pruned": gradual.pruned}), f", {gradual.describe()}"
+    if changed_nothing(found):
+        none = f"none of {recipe.describe_steps()} lowered the held-out loss"
+        return f"nothing was recovered from {PurePath(recipe.pruned).name}{after}: {none}"
+    if gradual:
+        none = ", ".join(stage.sparsity for stage in gradual.stages if changed_nothing(stage.training))
+        return recipe.describe() + after + (f"; nothing was recovered at {none}" if none else "")
+    unchanged = sum(not training.steps for training in found.values())
+    kept = f", {unchanged} of {plural(len(found), 'block')} unchanged, since no step lowered the loss" if unchanged else ""
+    return recipe.describe() + kept
+
+
+def describe_losses(training: TrainingResult) -> str:
+    """The held-out loss before and after the training of the whole model, in a sentence; empty if there was no training."""
+    if not training.curve:
+        return ""
+    if not training.steps:
+        return f"No step lowered the held-out loss, {training.before:.4g}: training changed nothing."
+    last = training.curve[-1].step
+    steps = f"{training.steps} of {last}" if training.steps < last else str(last)
+    return f"Held-out loss: {training.before:.4g} before training, {training.after:.4g} after step {steps}, which is kept."
+
+
+def why_unchanged(training: TrainingResult, recipe: RunRecipe) -> str:
+    """Why no step of a training of the whole model lowered its loss, and what to change."""
+    _, first, *_ = training.curve
+    best = min(point.held_out for point in training.curve[1:])
+    losses = f"{training.before:.4g} before and at best {best:.4g} after"
+    message = f"no step lowered the held-out loss, {losses}: the weights are unchanged"
+    if not isinstance(recipe, RecoveryRecipe):
+        return f"{message}. Use more `samples`"
+    default = type(recipe).default_steps(recipe.scope)
+    if first.held_out > training.before and recipe.resolved_steps < default:
+        return (
+            f"{message}. The learning rate was at its height after {first.step} of {recipe.resolved_steps} steps, the loss "
+            f"{first.held_out:.4g}, and too few steps with a low rate followed. Pass more `steps`, by default {default}"
+        )
+    return f"{message}. Use more text, with more `samples`, or more `steps`"

@@ -1,0 +1,303 @@
+"""Verification of a written checkpoint against its report and against the dense model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare, layers_by_parameter
+from sparsellm.checkpoints.files import check_files
+from sparsellm.checkpoints.headers import locate_all, read_headers
+from sparsellm.checkpoints.tensor_index import (
+    TensorDigest,
+    TensorLocation,
+    file_digest,
+    read_stored,
+    report_digest,
+    tensor_digests,
+)
+from sparsellm.errors import BadCheckpoint, first_line, plural
+from sparsellm.evaluation.measurements import Summarized
+from sparsellm.methods import LayerResult
+from sparsellm.pipeline.differences import raise_if_any, shape_difference, tensor_differences
+from sparsellm.pipeline.exported import export_differences, is_exported_from
+from sparsellm.pipeline.loading import open_source
+from sparsellm.pipeline.output_folder import CARD, REPORT
+from sparsellm.pipeline.outputs import Output, read_finished
+from sparsellm.pipeline.quantization_file import quantized_tensors
+from sparsellm.pipeline.report import Report
+from sparsellm.solvers.linalg import count_zeros
+from sparsellm.texts.json_files import finite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOADED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py")
+"""Suffixes of files that can affect what is loaded from a folder."""
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Summarized):
+    """An output without differences from its report.
+
+    Attributes:
+        against: Dense model that all other tensors were compared with, if any.
+        changed: Number of other tensors that the run changed, which are not compared with the dense model's.
+        converted: Dtype in which tensors equal the dense model's that have another dtype there; empty if there are none.
+        rounded: Number of layers of an export that equal those of `against`, from which it was made, after rounding.
+    """
+
+    output: str
+    files: int
+    tensors: int
+    layers: int
+    against: str | None = None
+    changed: int = 0
+    converted: str = ""
+    rounded: int = 0
+
+    def summary(self) -> dict[str, str]:
+        """What was verified, in three lines."""
+        return {
+            "output": f"{PurePath(self.output).name} is unchanged since the run wrote it",
+            "checked": f"{self.files} files, {self.tensors} tensors, {self.layers} pruned layers",
+            "against": self.compared() if self.against else "compared with no dense model",
+        }
+
+    def compared(self) -> str:
+        """How the tensors that the run did not change compare with the dense model's."""
+        if self.rounded:
+            name = PurePath(self.against or "").name
+            return f"{plural(self.rounded, 'layer')} equal those of {name} rounded to integers, all other tensors bit by bit"
+        verb = "rounding" if "16" in self.converted else "conversion"
+        after = f" after {verb} to {self.converted}" if self.converted else ""
+        return f"all other tensors equal those of {PurePath(self.against or '').name}{after}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self) | {"holds": True, "differences": []}
+
+
+def verify(
+    output: str | Path,
+    against: str | Path | PreTrainedModel | None = None,
+    *,
+    trust_remote_code: bool = False,
+    architecture: str | Path | None = None,
+) -> Verification:
+    """Check that an output is unchanged since a run wrote it, one tensor at a time.
+
+    Every file except the model card, every tensor and the report must have the digest recorded in the report; no other file
+    may be present that loading would read; every pruned layer must have the recorded zeros and follow its pattern.
+
+    Args:
+        output: Folder that a run wrote.
+        against: The dense model: a folder, a hub name, "demo:opt", or a model in memory. Both must have the same tensors, and
+            those that the run did not change must have the same bytes; or, if the report says that the run changed the dtype,
+            equal values after rounding to it. Of an export, also the pruned model that it was made from: every layer with
+            integers must be that of the model, rounded, and all other tensors must have the same bytes.
+        trust_remote_code: Run the Python code that comes with the output.
+        architecture: YAML file that describes the model's architecture.
+
+    Returns:
+        The numbers of files, tensors and layers that were verified.
+
+    Raises:
+        VerificationFailed: The output differs; its `differences` holds one sentence for each difference.
+        InvalidSetting: The folder is not a finished output, or has no report.
+        BadCheckpoint: The report or the model cannot be read.
+    """
+    finished = read_finished(output)
+    folder, report = finished.folder, finished.report
+    raise_if_any(output, _shape_differences(folder, report.files, finished.digests.tensors))
+    tensors, unreadable = _digests_in(folder, report.files)
+    differences = unreadable or tensor_differences(finished.digests.tensors, tensors)
+    raise_if_any(output, [*differences, *_file_differences(finished)])
+    stored, totals = finished.content["totals"], report.totals.to_dict()
+    layers = {layer.name: layer for layer in report.layers}
+    wrong = [
+        f"`{x}` is {stored.get(x)} in {REPORT}, and {value} by its layers"
+        for x, value in totals.items()
+        if stored.get(x) != value
+    ]
+    repeated = [f"{REPORT} names a layer twice"] * (len(layers) < len(report.layers))
+    raise_if_any(output, wrong + repeated)
+    counts = len(report.files), len(tensors), len(layers)
+    if against is None and _are_stored_as_reported(folder, layers):
+        return Verification(str(output), *counts, changed=len(report.changed_parameters))
+    model = open_source(folder, architecture, trusted=trust_remote_code, packed=True).skeleton()
+    dense, dense_tensors, rounded = None, None, 0
+    if against is not None:
+        dense = open_source(against, architecture, trusted=trust_remote_code, packed=True)
+        dense_tensors = Tensors(dense.folder, dense.skeleton())
+    written = Tensors(folder, model)
+    if dense is not None and dense_tensors is not None and is_exported_from(finished, dense.folder, written):
+        differences, rounded = export_differences(written, dense_tensors, dense.name)
+        raise_if_any(output, differences)
+        dense_tensors = None
+    differences, converted = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    if converted and not report.dtype_changed:
+        differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
+    raise_if_any(output, differences)
+    dtype = written.dtype(converted[0]) if converted else ""
+    return Verification(str(output), *counts, dense.name if dense else None, len(report.changed_parameters), dtype, rounded)
+
+
+def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:
+    """Read back a checkpoint that was just written and compare it with its report.
+
+    Every pruned layer must have the reported zeros and follow its pattern. Every other tensor, unless the report lists it as
+    changed, must equal the dense model's bit by bit after conversion to the output's dtype; so must the layers that were not
+    pruned in a parameter that holds several layers.
+
+    Args:
+        dense: Folder of the dense model; None if there is none.
+        model: The pruned model, or a skeleton that gives the names of its parameters.
+        in_memory: Whether `model` holds the weights that were written; then every tensor is compared with it bit by bit.
+
+    Raises:
+        VerificationFailed: The checkpoint differs.
+    """
+    written = Tensors(folder, model)
+    state = model.state_dict() if in_memory else {}
+    raise_if_any(
+        "The written checkpoint",
+        [f"{key} has other values than in memory" for key, x in written if not bit_identical(x, state.get(key, x).cpu())],
+    )
+    layers = {layer.name: layer for layer in report.layers}
+    dense_tensors = None if dense is None else Tensors(dense, model)
+    differences, _ = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    raise_if_any("The written checkpoint", differences)
+
+
+def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to a report the names of the folder's files, their digests, and those of their tensors and of the report itself.
+
+    Args:
+        report: The report as plain data.
+
+    Raises:
+        VerificationFailed: A tensor holds NaN or infinity.
+    """
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir())
+    tensors, unreadable = _digests_in(folder, names)
+    not_finite = [f"{key} holds NaN or infinity" for key, tensor in tensors.items() if not tensor.finite]
+    raise_if_any("The written checkpoint", [*unreadable, *not_finite])
+    digests: dict[str, Any] = {
+        "files": {name: file_digest(folder / name) for name in names},
+        "tensors": {key: tensor.to_dict() for key, tensor in tensors.items()},
+    }
+    data: dict[str, Any] = json.loads(json.dumps(finite({**report, "files": sorted({*names, REPORT}), "digests": digests})))
+    digests["report"] = report_digest(data)
+    return data | {"digests": digests}
+
+
+def _digests_in(folder: Path, names: Sequence[str]) -> tuple[dict[str, TensorDigest], list[str]]:
+    """Digests of the tensors in the safetensors files among these, and the reasons why files cannot be read."""
+    digests: dict[str, TensorDigest] = {}
+    unreadable = []
+    for name in names:
+        if name.endswith(".safetensors") and "/" not in name:  # those in subfolders belong to other modules
+            try:
+                digests |= tensor_digests(folder / name)
+            except (BadCheckpoint, SafetensorError) as error:
+                unreadable.append(first_line(error))
+    return digests, unreadable
+
+
+def _shape_differences(folder: Path, names: Sequence[str], recorded: Mapping[str, Any]) -> list[str]:
+    """Packed tensors in these files of other shapes than in the report, which are not decoded. Other faults are found later."""
+    differences = []
+    for file in (folder / name for name in names if name.endswith(".safetensors") and "/" not in name):
+        with suppress(OSError, SafetensorError):
+            headers = read_headers(file)
+            packed = locate_all(file)[1]
+            differences += [shape_difference(key, headers[key].shape, recorded) for key in headers if key in packed]
+    return [difference for difference in differences if difference]
+
+
+def _file_differences(output: Output) -> list[str]:
+    """Differences between the files of an output and those in its report."""
+    differences = [f"{name} was changed since" for name in output.changed_files() if name != CARD]
+    listed, digested = set(output.report.files), {REPORT, *output.digests.files}
+    differences += [f"the report does not list {name} in both `files` and `digests`" for name in sorted(listed ^ digested)]
+    loaded = [file.name for file in sorted(output.folder.iterdir()) if file.suffix in LOADED and not file.is_dir()]
+    return differences + [f"{name} was not written by the run" for name in loaded if name not in listed | digested]
+
+
+def _are_stored_as_reported(folder: Path, layers: Mapping[str, LayerResult]) -> bool:
+    """Whether each pruned layer is a tensor of its own, under the layer's name, and as the report says.
+
+    If not, only the model's class can tell where a layer is stored: in a fused tensor, under another name, or transposed. To
+    import it takes longer than all else that is done for a small model.
+    """
+    stored = {key: TensorLocation(file, key) for file in check_files(folder.name, folder) for key in read_headers(file)}
+    keys = {f"{name}.weight": layer for name, layer in layers.items()}
+    if not keys.keys() <= stored.keys():
+        return False
+    rounded = quantized_tensors(stored)
+    return not any(_layer_difference(read_stored(stored[key]), layer, rounded=key in rounded) for key, layer in keys.items())
+
+
+def _layer_differences(
+    model: PreTrainedModel,
+    tensors: Tensors,
+    dense: Tensors | None,
+    *,
+    layers: Mapping[str, LayerResult],
+    changed: set[str],
+) -> tuple[list[str], list[str]]:
+    """Differences between pruned layers and their report, and between other tensors and the dense model's, if given.
+
+    Returns:
+        The differences, and the names of other tensors that equal the dense model's in another dtype.
+    """
+    differences: list[str] = []
+    converted: list[str] = []
+    rounded = quantized_tensors(tensors.files)
+    skipped, missing = changed | rounded.keys(), dict(layers)
+    for key, pairs in layers_by_parameter(model, layers).items():
+        pruned = [full_name for block, name in pairs if (full_name := block.full_name(name)) in layers]
+        if not pruned:
+            continue
+        for name in pruned:
+            del missing[name]
+        if key not in tensors.files:
+            differences += [f"{name} is missing" for name in pruned]
+            continue
+        skipped.add(key)
+        parameter = tensors[key]
+        original = None if dense is None or len(pruned) == len(pairs) else dense[key].to(parameter.dtype)
+        for block, name in pairs:
+            full_name, weight = block.full_name(name), block.linear_view(name, parameter)
+            if full_name in pruned:
+                differences += _layer_difference(weight, layers[full_name], rounded=key in rounded)
+            elif original is not None and (
+                original.shape != parameter.shape or not torch.equal(weight, block.linear_view(name, original))
+            ):
+                differences.append(f"{full_name} was not pruned and differs from the dense model's")
+    differences += [f"{name}, which its report says was pruned, is missing" for name in missing]
+    if dense is not None:
+        comparison = compare(tensors, dense)
+        known = {tensors.one_name(key) for key in skipped}  # tied tensors may have another of their names in the files
+        unexpected = [key for key in (*comparison.changed, *comparison.only_here) if tensors.one_name(key) not in known]
+        differences += [f"{key} was not pruned and differs from the dense model's" for key in unexpected]
+        differences += [f"{key} of the dense model is missing" for key in comparison.only_there]
+        converted = [key for key in comparison.converted if tensors.one_name(key) not in known]
+    return differences, converted
+
+
+def _layer_difference(weight: Tensor, expected: LayerResult, *, rounded: bool) -> list[str]:
+    """How a pruned layer differs from its report; empty if it does not. More weights may be 0 if it was rounded since."""
+    zeros = count_zeros(weight)
+    if (zeros == expected.zeros or (rounded and zeros > expected.zeros)) and expected.pattern.holds(weight):
+        return []
+    return [f"{expected.name} has {zeros} zeros where the report says {expected.zeros} ({expected.pattern})"]

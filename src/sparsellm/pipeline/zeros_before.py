@@ -1,0 +1,60 @@
+"""What is said of a run on a model that has zeros already: how many there were, how many there are, and how to keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sparsellm.errors import plural
+from sparsellm.methods import BlockMethod, LayerResult
+from sparsellm.pipeline.recipe import Recipe, RunRecipe
+from sparsellm.pipeline.results import Totals
+
+NOTABLE = 0.01
+"""Least fraction of zeros before a run that is reported. Some weights of models that were never pruned are zero by chance."""
+
+
+def describe_pruning(recipe: Recipe, totals: Totals) -> str:
+    """Describe a pruning run in one line, as its recipe does, or by the zeros before and after it if there were any before."""
+    zeros = counts(totals)
+    return f"{recipe.describe('to be zero')}; {zeros}" if zeros else recipe.describe()
+
+
+def counts(totals: Totals) -> str:
+    """The zeros of the pruned layers before and after a run, in part of a sentence; empty if there were none before."""
+    before, after = (100 * x for x in (totals.sparsity_before, totals.sparsity_of_pruned_layers))
+    return f"{before:.2f} % were zero before and {after:.2f} % are now" if totals.sparsity_before >= NOTABLE else ""
+
+
+def note_before(recipe: RunRecipe, totals: Totals | None) -> Iterator[str]:
+    """What is to be known before a run on a model that another run has pruned, from the totals of that one's report."""
+    if not isinstance(recipe, Recipe) or totals is None:
+        return
+    if totals.sparsity_of_pruned_layers >= NOTABLE and (advice := _advice(recipe, totals.sparsity_of_pruned_layers)):
+        share, layers = f"{100 * totals.sparsity_of_pruned_layers:.2f} %", plural(totals.pruned_layers, "layer")
+        yield f"{recipe.model} is pruned already: {share} of the weights in {layers} are zero. {advice}"
+
+
+def note_after(recipe: RunRecipe, totals: Totals) -> Iterator[str]:
+    """What became of zeros that a model had before its pruning, unless they were kept and others added, as was asked for."""
+    if isinstance(recipe, Recipe) and (zeros := counts(totals)) and (advice := _advice(recipe, totals.sparsity_before)):
+        yield f"of the weights in the pruned layers {zeros}. {advice}"
+
+
+def note_surplus(layers: Sequence[LayerResult]) -> Iterator[str]:
+    """Which layers have more zeros than their pattern removes and than they had before, and why that may be."""
+    if surplus := [x for x in layers if x.zeros > max(x.zeros_before, x.pattern.count_removed(x.shape[0] * x.shape[1]))]:
+        yield (
+            f"{len(surplus)} layers have more zeros than requested, {surplus[0].name} first "
+            f"({100 * surplus[0].sparsity:.2f} %): inputs are always zero, "
+            "some dense weights were zero already, or small weights round to zero in the model's dtype"
+        )
+
+
+def _advice(recipe: Recipe, before: float) -> str:
+    """How to keep the zeros of a model, or to get more; empty if the recipe does, or its method cannot."""
+    more = f"a sparsity of more than {100 * before:.2f} % to remove more"
+    if isinstance(getattr(recipe, "given", None), BlockMethod):
+        return ""  # a method of one's own decides itself
+    if not recipe.keep_zeros:
+        return f"Pass `keep_zeros=True` to keep these zeros, and {more}"
+    return "" if recipe.sparsity is None or recipe.pattern.sparsity > before else f"Pass {more}"

@@ -1,0 +1,129 @@
+"""`sparsellm demo`: prune a bundled model by every method and compare the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from sparsellm.checkpoints.files import DEMO
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.errors import plural
+from sparsellm.evaluation.differences import Difference
+from sparsellm.evaluation.perplexity import measured
+from sparsellm.pipeline.decoding import CEILING, PACKED, TORCH
+from sparsellm.pipeline.events import (
+    MEASURING,
+    PRUNING,
+    WRITING,
+    Event,
+    NextRun,
+    Observer,
+    Schedule,
+    Stage,
+    advance_by,
+)
+from sparsellm.pipeline.packing import pack
+from sparsellm.pipeline.recipe_fields import METHODS
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.speed import measure_bench
+from sparsellm.pipeline.speed_record import Bench
+from sparsellm.runtime.memory import human_bytes
+from sparsellm.texts.samples import test_windows
+from sparsellm.texts.texts import read_text
+
+SPARSITY = "80%"
+"""A sparsity at which the methods differ on the bundled models; docs/results.md has others."""
+
+SAMPLES = 32
+"""Calibration sequences: a quarter of the default, to keep the comparison short."""
+
+TOKENS = 16
+"""Tokens decoded in each measurement of the packed model's speed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the comparison.
+
+    Attributes:
+        standard_error: Standard error of the perplexity, if known.
+        sparsity: Fraction of zeros in the pruned layers.
+        seconds: Pruning time, without loading and evaluation.
+        change: The change of the perplexity from the dense model, with its paired error; None for that model.
+    """
+
+    method: str
+    perplexity: float
+    standard_error: float | None
+    sparsity: float
+    seconds: float
+    change: Difference | None = None
+
+
+def demonstrate(family: str, output: str | Path | None, observe: Observer) -> list[Row]:
+    """Prune a bundled model by every method and evaluate each result on held-out text.
+
+    Args:
+        family: "opt" or "llama".
+        output: Folder to which the model pruned by SparseLLM is written and verified; None writes nothing.
+        observe: Called with each event.
+
+    Returns:
+        One row per method, the dense model first.
+    """
+    name = DEMO + family
+    checkpoint = open_checkpoint(name)
+    tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length).windows
+    settings = {"model": name, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
+    recipes = {method: read_recipe(settings | {"method": method}) for method in reversed(METHODS)}
+    observe(NextRun(1, 1 + len(recipes), "dense"))
+    observe(Stage(MEASURING))
+    progress = advance_by("sequence", observe)
+    model = checkpoint.load()
+    dense = measured(model, tests, "demo", progress=progress)
+    rows = [Row("dense", dense.value, dense.standard_error, 0.0, 0.0)]
+    for number, (method, recipe) in enumerate(recipes.items(), 2):
+        observe(NextRun(number, 1 + len(recipes), method))
+        result = run(recipe, partial(_observe_run, observe))
+        observe(Stage(MEASURING))
+        pruned = measured(result.model, tests, "demo", progress=progress)
+        report = result.report
+        seconds, change = report.seconds[PRUNING], pruned.against(dense)
+        rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
+        if method == "sparsellm" and output is not None:
+            report.perplexity["demo"] = {"dense": dense, "pruned": pruned}
+            observe(Stage(WRITING))
+            result.save_pretrained(output)
+    return rows
+
+
+def _observe_run(observe: Observer, event: Event) -> None:
+    """Pass on an event of a run, whose model is measured afterwards."""
+    observe(Schedule((*event.stages, MEASURING)) if isinstance(event, Schedule) else event)
+
+
+def measure_packed(output: str | Path) -> Bench:
+    """Pack a pruned model in a temporary folder, and measure how fast it decodes one sequence."""
+    with TemporaryDirectory() as folder:
+        packed = Path(folder) / "packed"
+        pack(output, packed)
+        measured_speed = measure_bench(packed, None, batches=(1,), threads=(torch.get_num_threads(),), tokens=TOKENS)
+    return replace(measured_speed, model=str(output))
+
+
+def packed_lines(bench: Bench) -> list[str]:
+    """The size and speed of the packed model, and the dense model's."""
+    packed, dense = (next(x for x in bench.speeds if x.form == form) for form in (PACKED, TORCH))
+    sizes = human_bytes(bench.disk_bytes), human_bytes(bench.memory_bytes[TORCH])
+    ratios = f"{bench.ratio(packed, TORCH):.2f} × torch, {bench.ratio(packed, CEILING):.2f} × ceiling"
+    return [
+        f"Packed it takes {sizes[0]}, dense {sizes[1]}. On {plural(packed.threads, 'thread')} it decodes",
+        f"{packed.decode:.0f} tokens a second packed, {dense.decode:.0f} dense ({ratios}).",
+        *(["A model that fits in a processor cache cannot show what packing saves."] if bench.caution else []),
+        "Python takes most of that time. docs/deploying.md has models of more than 1 GB.",
+    ]

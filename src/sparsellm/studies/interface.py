@@ -1,0 +1,300 @@
+"""`sweep`, `search`, `report` and `bench` in Python."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar, Unpack, overload
+
+import torch
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.evaluation.measurements import Summarized
+from sparsellm.pipeline.display import Display
+from sparsellm.pipeline.early_checks import check_results
+from sparsellm.pipeline.events import Observer, combine_observers
+from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.packed_card import record_speed, recordable
+from sparsellm.pipeline.recipe_fields import MethodName
+from sparsellm.pipeline.recipe_file import read_search
+from sparsellm.pipeline.settings import PruneSettings, recipe_keywords
+from sparsellm.pipeline.speed import measure_bench
+from sparsellm.pipeline.speed_record import Bench
+from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.studies.commands import bench_command
+from sparsellm.studies.compare import Comparison, read_comparison
+from sparsellm.studies.comparison import write_tables
+from sparsellm.studies.figures import style
+from sparsellm.studies.output_files import check_files, write_files
+from sparsellm.studies.page import comparison_page, figure_files, page_name, report_page
+from sparsellm.studies.search import Search, search_sparsity
+from sparsellm.studies.speed_page import speed_page
+from sparsellm.studies.sweep_file import read_sweep
+from sparsellm.studies.sweep_runner import Outcome, run_sweep
+from sparsellm.studies.target import Target
+from sparsellm.texts.paths import local_path
+
+Folder = TypeVar("Folder", bound=str | Path)
+
+
+class Outcomes(Summarized, list[Outcome]):
+    """The outcomes of all cells of a sweep.
+
+    Attributes:
+        title: Title of the sweep.
+        folder: Its folder, with the tables.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], title: str, folder: Path) -> None:
+        super().__init__(outcomes)
+        self.title, self.folder = title, folder
+
+    def summary(self) -> dict[str, str]:
+        """The sweep, the states of its cells, and the first error, each in one line."""
+        failed = next((outcome for outcome in self if outcome.error), None)
+        return {
+            "sweep": f"{self.title}, {len(self)} cells in {self.folder}",
+            "cells": ", ".join(f"{count} {state}" for state, count in Counter(outcome.state for outcome in self).items()),
+            "errors": f"{failed.cell.name}: {failed.error}" if failed else "none",
+        }
+
+
+def sweep(
+    file: str | Path | Mapping[str, Any],
+    output: str | Path | None = None,
+    *,
+    smoke: bool = False,
+    only: Mapping[str, str | Sequence[str]] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    retry: bool = False,
+    device: str | None = None,
+    progress: bool = False,
+    observe: Observer | None = None,
+) -> Outcomes:
+    """Prune with every combination of settings in a file, and write tables that compare the results.
+
+    Each combination is a cell. A cell that fails is skipped. Called again, an interrupted sweep continues.
+
+    Args:
+        file: YAML file with `recipe:` and `axes:`, or its content as a mapping; docs/sweeps.md describes it.
+        output: Folder of the sweep. Default: the file's name without .yaml, in the current folder.
+        smoke: Run the small version that the file describes under `smoke:`.
+        only: Labels by axis, as `{"method": ["alps", "wanda"]}`: only cells with them are run.
+        changes: Values by recipe field, for all cells; or by "axis.label", for the field that the axis is named after.
+        retry: Run failed cells again.
+        device: Device that replaces the recipes'.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
+        observe: Callback that receives the events of all runs (see `sparsellm.pipeline.events`).
+
+    Returns:
+        The state of every cell: "finished" with a `report`, "failed" with an `error`, "at work" in another process, or "open".
+
+    Raises:
+        InvalidSetting: The file, a selection or a change is invalid.
+        OutputExists: The folder exists and is not the folder of a sweep.
+    """
+    if not isinstance(file, (str, Path, Mapping)):
+        raise InvalidSetting(f"A sweep is a YAML file or its content as a mapping, got {type(file).__name__}.")
+    labels = {axis: [value] if isinstance(value, str) else value for axis, value in (only or {}).items()}
+    cells = read_sweep(file, smoke=smoke, changes=[f"{name}={json.dumps(value)}" for name, value in (changes or {}).items()])
+    if output is None and isinstance(file, Mapping):
+        raise InvalidSetting("A sweep without a file needs a folder: pass `output`.")
+    folder = local_path(output or Path(str(file)).stem)
+    with Display("auto" if progress else "off") as display:
+        outcomes = run_sweep(
+            cells,
+            folder,
+            combine_observers(display, observe),
+            retry=retry,
+            device=device,
+            only=[f"{axis}={label}" for axis, values in labels.items() for label in values],
+        )
+    write_tables(cells, outcomes, folder)
+    return Outcomes(outcomes, cells.title, folder)
+
+
+@recipe_keywords(PruneSettings)
+def search(
+    model: str | Path,
+    output: str | Path,
+    *,
+    max_perplexity_increase: str | float | None = None,
+    min_accuracy: Mapping[str, float] | str | None = None,
+    max_size: str | int | None = None,
+    step: str | float = "1%",
+    method: MethodName = "sparsellm",
+    calibration: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    observe: Observer | None = None,
+    **settings: Unpack[PruneSettings],
+) -> Search:
+    """Find the largest sparsity that meets a target, and write the model pruned to it.
+
+    The sparsity is found by bisection with the effort "fast"; the output is pruned with the effort given. If the output then
+    misses the target, the next smaller sparsity is pruned. Called again after an interruption, the search continues.
+
+    Args:
+        model: A folder, a hub name, "demo:opt" or "demo:llama".
+        output: Folder to write.
+        max_perplexity_increase: Largest relative increase of the perplexity on every text in `evaluate`, as "5%" or 0.05.
+        min_accuracy: Smallest accuracy by zero-shot task, as {"boolq": 0.6}.
+        max_size: Size of the weights, as "500MB", once `pack` has packed them, by an estimate. The smallest sparsity that
+            meets it is computed, not searched.
+        step: Distance between the sparsities to choose from, up to 95 %.
+        method: As for `prune`; methods other than sparsellm have no efforts.
+        calibration: A text file, or the name of a text (c4, wikitext2, ptb, demo).
+        overwrite: Replace an existing folder that sparsellm wrote.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
+        observe: Callback that receives the events of all runs (see `sparsellm.pipeline.events`).
+        **settings: Any other field of `Recipe`.
+
+    Returns:
+        The sparsity, all points that were measured, and the report of the output.
+
+    Raises:
+        TargetNotReached: No sparsity meets the target. Nothing is written.
+        SparseLLMError: As `prune`.
+    """
+    target = Target.read(max_perplexity_increase, min_accuracy, max_size)
+    text = None if calibration is None else str(calibration)
+    recipe = read_search({"model": str(model), **settings, "method": method, "calibration": text})
+    distance = parse_pattern(step, "step").sparsity
+    with Display("auto" if progress else "off") as display:
+        observer = combine_observers(display, observe)
+        return search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observer)
+
+
+@overload
+def report(
+    runs: str | Path | Result | Outcomes,
+    output: str | Path | None = None,
+    *,
+    figures: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path: ...
+
+
+@overload
+def report(
+    runs: list[Folder] | tuple[Folder, ...],
+    output: str | Path | None = None,
+    *,
+    figures: str | Path | None = None,
+    overwrite: bool = False,
+) -> Comparison: ...
+
+
+def report(
+    runs: str | Path | Result | Outcomes | list[Folder] | tuple[Folder, ...],
+    output: str | Path | None = None,
+    *,
+    figures: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path | Comparison:
+    """Write the page of a run or a sweep, or compare several of one model.
+
+    The page is one HTML file with text, tables and plots, readable without network. A comparison has perplexity, accuracy,
+    zeros, size, and errors by layer.
+
+    Args:
+        runs: Folder of a pruned model or of a sweep, or what `prune`, `recover` or `sweep` returned; or a list of folders.
+        output: HTML file to write. Default for one folder: its name with .html, beside it; for the result of a run, the model's
+            name with -pruned.html, in the current folder; for a list of folders none.
+        figures: Folder to write each plot of one run or sweep to as well, as SVG and PNG.
+        overwrite: Replace files that sparsellm did not write. Its own pages and plots are always replaced.
+
+    Returns:
+        The HTML file; of several runs the comparison, whose `tables()` has the tables by title, and `to_dict()` all values.
+
+    Raises:
+        InvalidSetting: A folder is the output of neither a run nor a sweep, runs that are compared are of different models or
+            fewer than two, or a file to write is a folder or inside an output.
+        OutputExists: A file exists that sparsellm did not write.
+        MissingPackage: matplotlib is not installed.
+    """
+    _check_page(output, overwrite=overwrite, otherwise="; `runs` takes all folders to compare")
+    if isinstance(runs, (list, tuple)) and not isinstance(runs, Outcomes):
+        if figures:
+            raise InvalidSetting("A comparison has no plots for `figures`. Leave it out, or report one run at a time.")
+        comparison = read_comparison(runs)
+        if output:
+            write_files({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
+        return comparison
+    run = runs.folder if isinstance(runs, Outcomes) else runs
+    if not isinstance(run, Result):
+        check_results(run)
+    # Beside the run's folder: inside it, `overwrite` would find a foreign file.
+    file = local_path(output or f"{page_name(run)}.html")
+    check_files([file], overwrite=overwrite)
+    page, plots = report_page(run)
+    write_files({file: page.encode()} | (figure_files(plots, figures) if figures else {}), overwrite=overwrite)
+    return file
+
+
+def bench(
+    packed: str | Path,
+    against: str | Path | None = None,
+    *,
+    batch: int | Sequence[int] = (1, 4),
+    threads: int | Sequence[int] | None = None,
+    tokens: int = 32,
+    output: str | Path | None = None,
+    record: bool = False,
+    overwrite: bool = False,
+    observe: Callable[[str], object] = lambda _: None,
+) -> Bench:
+    """Measure how fast a packed model decodes on the CPU: beside the dense model, and beside what memory allows.
+
+    Each form of the model reads the same random prompts and decodes greedily, in turns. The dense model and the packed one are
+    in memory together.
+
+    Args:
+        packed: Folder that `pack` wrote.
+        against: Dense model of the same shapes. Default: the packed model, decoded, which is as fast.
+        batch: Numbers of sequences to decode together.
+        threads: Numbers of threads. Default: as many as torch uses.
+        tokens: Tokens of each sequence to decode in a measurement.
+        output: HTML file to write, with the tables and a chart.
+        record: Write the speeds into the packed model's report, which `report` shows, and its model card, in place of
+            earlier ones.
+        overwrite: Replace a file that sparsellm did not write.
+        observe: Called with what is measured next.
+
+    Returns:
+        Speeds, ceilings and sizes; `describe()` has the packed model's in sentences, `to_dict()` all values.
+
+    Raises:
+        InvalidSetting: A number is out of range, the dense model has other shapes, `output` is a folder or inside an output, or
+            `record` is given and `pack` did not write the folder.
+        OutputExists: `output` exists, and sparsellm did not write it.
+        BadCheckpoint: The folder is not packed, or damaged.
+        VerificationFailed: The report to write into was changed since it was written.
+        TooLarge: Both models do not fit in memory.
+        MissingPackage: A page is asked for, and matplotlib is not installed.
+    """
+    _check_page(output, overwrite=overwrite)
+    if record:
+        recordable(packed)  # before the measurement
+    batches, counts = ((x,) if isinstance(x, int) else x for x in (batch, threads or torch.get_num_threads()))
+    with style() if output else nullcontext():  # before the measurement, so that a missing package is reported at once
+        measured = measure_bench(packed, against, batches=batches, threads=counts, tokens=tokens, observe=observe)
+    if output:
+        command = bench_command(packed, against, batches=batches, threads=counts, tokens=tokens)
+        write_files({local_path(output): speed_page(measured, command).encode()}, overwrite=overwrite)
+    if record:
+        record_speed(packed, measured)
+    return measured
+
+
+def _check_page(output: str | Path | None, *, overwrite: bool, otherwise: str = "") -> None:
+    """Check that a page can be written, if there is to be one; `otherwise` says what a folder in its place may be meant for."""
+    if output is None:
+        return
+    if not isinstance(output, (str, Path)) or local_path(output).is_dir():
+        got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
+        raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write{otherwise}.")
+    check_files([local_path(output)], overwrite=overwrite)

@@ -1,0 +1,298 @@
+"""The HTML report of a run or a sweep, one file with a verdict, tables and plots, from the template page.html."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+
+from sparsellm.checkpoints.tensor_index import report_digest
+from sparsellm.errors import plural
+from sparsellm.pipeline.early_checks import check_results
+from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.layer_costs import worst_layers_table
+from sparsellm.pipeline.output_folder import REPORT, is_sweep
+from sparsellm.pipeline.publication import Paths, local_files
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_fields import without_defaults
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.removed import asks_for_removed
+from sparsellm.pipeline.report import Report, read_report
+from sparsellm.pipeline.zeros_before import counts
+from sparsellm.studies.commands import exclude_options, report_command, run_command, setting_name, sweep_command, sweep_yaml
+from sparsellm.studies.compare import Comparison
+from sparsellm.studies.comparison import Row, grid, legend, models, shown_measures, table
+from sparsellm.studies.figures import Plot, style
+from sparsellm.studies.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
+from sparsellm.studies.ranking import claim, rank
+from sparsellm.studies.run_plots import at_bound, run_plots
+from sparsellm.studies.speed_plots import LEGEND, speed_plot, speed_tables
+from sparsellm.studies.sweep_cells import Sweep, in_words
+from sparsellm.studies.sweep_plots import sweep_plots
+from sparsellm.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
+from sparsellm.texts.paths import local_path
+
+
+def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
+    """The HTML report of a run or a sweep.
+
+    Args:
+        run: Output folder of a run or a sweep, or the result of a run.
+
+    Raises:
+        InvalidSetting: If the folder is the output of neither a run nor a sweep.
+        MissingPackage: If matplotlib is not installed.
+    """
+    if not isinstance(run, Result):
+        check_results(run)  # before matplotlib is looked for
+    with style():
+        content = _content(run)
+        return render(content), content["plots"]
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The tables of a comparison as an HTML page."""
+    recipes = {run.name: without_defaults(run.report.recipe.model_dump(mode="json")) for run in comparison.runs}
+    figures = [figure for run in comparison.runs for figure in run.figures.values()]
+    with style():
+        return render(
+            {
+                "title": f"{comparison.model}: {len(comparison.runs)} runs compared",
+                "verdict": [],
+                "lead": "A line for each run; changes are relative to the dense model.",
+                "remarks": [],
+                "notes": comparison.notes,
+                "tables": comparison.tables(),
+                "legend": " ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
+                "worst": None,
+                "not_predicted": "",
+                "plots": [],
+                "samples": {run.name: run.report.samples for run in comparison.runs if run.report.samples},
+                "layers": [],
+                "command": report_command(comparison.folders),
+                "inputs": [],
+                "file": "recipes.yaml",
+                "settings": yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
+                "environment": {},
+            }
+        )
+
+
+def render(content: dict[str, Any]) -> str:
+    """Fill the template."""
+    # The texts come from models, files and prompts, so all are escaped.
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
+    environment.filters["unbroken"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")
+    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return template.render(content) + "\n"
+
+
+def page_name(run: str | Path | Result) -> str:
+    """The path of a folder, or a name for the result of a run, which has no folder."""
+    return f"{PurePath(run.report.recipe.model).name}-pruned" if isinstance(run, Result) else str(Path(run))
+
+
+def _content(run: str | Path | Result) -> dict[str, Any]:
+    """Template variables for a run or a sweep."""
+    if isinstance(run, Result):
+        published = Paths(run.report.recipe).without(run.report)
+        return _run_content(published, page_name(run), verified=False)
+    path = check_results(run)
+    if is_sweep(path):
+        return _sweep_content(path)
+    report, content = read_report(path / REPORT)
+    verified = report.digests is not None and report_digest(content) == report.digests.report
+    removed = asks_for_removed(content["recipe"])
+    defaults = {key: field.default for key, field in type(report.recipe).model_fields.items() if key in removed}
+    again = replace(report, recipe=report.recipe.model_copy(update=defaults))
+    page = _run_content(again, path.resolve().name, verified=verified)
+    page["remarks"] += [f"{text} The command below leaves it out." for text in removed.values()]
+    return page
+
+
+def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:
+    """The content of each plot as SVG and as PNG, by file."""
+    formats: tuple[Literal["svg", "png"], ...] = ("svg", "png")
+    return {local_path(folder) / f"{plot.name}.{suffix}": plot.save(suffix) for plot in plots for suffix in formats}
+
+
+def verdict(report: Report, verified: bool) -> str:
+    """The result of a run in one sentence: what was removed, the change of perplexity or accuracy, and whether it is verified.
+
+    Args:
+        verified: Whether the output was read back and verified when it was written.
+    """
+    pattern = f"{report.n_m} sparsity, " if report.n_m else ""
+    removed = f"zero, {_percent(report.sparsity_before)} before the run" if counts(report.totals) else "removed"
+    parts = [f"{pattern}{_percent(report.sparsity)} of the weights in the pruned layers {removed}"]
+    figures = evaluations(report)
+    before = evaluations(report.pruned) if report.pruned else {}
+    for name in headlines(figures):
+        figure, earlier = figures[name], before.get(name)
+        values = " → ".join(x.short for x in (figure.dense, figure) if x)
+        part = f"{spoken(name)} {values}" + (f", {figure.difference}" if figure.difference else "")
+        if earlier and earlier.dense == figure.dense:
+            part += f" ({', '.join(filter(None, (earlier.short, earlier.change_text)))} before the recovery"
+            part += f"; by the recovery {by})" if (by := figure.against(earlier)) else ")"
+        parts.append(part)
+    if report.recovered_nothing:
+        parts.append("nothing was recovered")
+    parts += [] if figures else ["perplexity not measured"]
+    return "; ".join([*parts, "verified when written" if verified else "not verified"]) + "."
+
+
+def _word_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns of a table that hold words, and not numbers, in every row."""
+    return [
+        column
+        for column, cells in enumerate(zip(*rows, strict=False))
+        if not any(str(x)[:1] in set("0123456789+-") for x in cells)
+    ]
+
+
+def _percent(share: float) -> str:
+    """A share in per cent, with a digit after the point if it is not zero."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]:
+    """Template variables for a run."""
+    totals, costs = report.totals, report.layer_costs
+    recipe, recovery, bounds = report.recipe, report.is_recovery, at_bound(report.layers)
+    worst = worst_layers_table(report.layers, recipe)
+    outcome = "recovered" if recovery else "pruned"
+    described = report.describe()
+    nothing = report.recovered_nothing
+    if recovery:
+        described = f". {capitalized(described)}" if nothing else f" and {described}"
+    before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)
+    measured = [
+        [
+            spoken(x),
+            *(figure.measured if figure else "" for figure in (y.dense, *([before.get(x)] if recovery else []), y)),
+            y.change_text,
+        ]
+        for x, y in figures.items()
+    ]
+    states = ["dense", "pruned", "recovered"] if recovery else ["dense", "pruned"]
+    bench = report.packing.bench if report.packing else None
+    tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
+    return {
+        "title": f"{name}: {Path(recipe.model).name} {'pruned, nothing recovered' if nothing else outcome}",
+        "verdict": [verdict(report, verified)],
+        "lead": f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
+        f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
+        + (f" {report.packing.describe()}" if report.packing else ""),
+        "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
+        "notes": report.notes,
+        "tables": tables | _stages(report) | (speed_tables(bench) if bench else {}),
+        "legend": " ".join(error_legend(figures.values())) if measured else "",
+        "worst": worst if worst[1] else None,
+        "not_predicted": _not_predicted(recipe),
+        "costs": costs.describe() if costs else [],
+        "exclude": exclude_options(costs.exclude) if costs else "",
+        "plots": run_plots(report) + ([speed_plot(bench)] if bench else []),
+        "samples": {"": report.samples} if report.samples else {},
+        "layers": [
+            [
+                x.name,
+                str(x.pattern),
+                f"{100 * x.sparsity:.2f} %{f' ({bounds[x.name]})' if x.name in bounds else ''}",
+                f"{x.error:.3g}",
+            ]
+            for x in report.layers
+        ],
+        "command": run_command(recipe, f"{name}-again", report.gradual),
+        "inputs": _input_names(recipe),
+        "file": "recipe.yaml",
+        "settings": recipe.to_yaml(),
+        "environment": report.environment,
+    }
+
+
+def _stages(report: Report) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """The table of the stages of a gradual pruning."""
+    head, lines = report.gradual.table() if report.gradual else ([], [])
+    return {"Stages": (head, lines)} if lines else {}
+
+
+def _not_predicted(recipe: Recipe | RecoveryRecipe) -> str:
+    """Why the costs of a run's layers are not known; empty for a recovery."""
+    if isinstance(recipe, RecoveryRecipe):
+        return ""
+    if recipe.allocation_rule == "fisher":
+        text = setting_name(recipe, "evaluate")
+        return f"Not measured: name a text as {text}. What is predicted does not hold for a method that compensates."
+    rule = PurePath(recipe.allocation_rule).name
+    return f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
+
+
+def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:
+    """The names of the local files that recipes read, each once."""
+    return list(dict.fromkeys(name for recipe in recipes for _, name in local_files(recipe)))
+
+
+def _sweep_content(path: Path) -> dict[str, Any]:
+    """Template variables for a sweep; paths of this machine are shortened to their last component, as in outputs."""
+    saved = saved_sweep(path)
+    paths = Paths(*(cell.recipe for cell in saved.cells))
+    sweep = paths.without(saved)
+    outcomes = paths.without(read_outcomes(saved, path))
+    rows = table(sweep, outcomes)
+    failed = [[outcome.cell.name, outcome.error] for outcome in outcomes if outcome.error]
+    notes = Counter(note for outcome in outcomes if outcome.report for note in dict.fromkeys(outcome.report.notes))
+    name = path.resolve().name
+    return {
+        "title": sweep.title,
+        "verdict": sweep_verdict(sweep, rows, outcomes),
+        "lead": f"Axes: {', '.join(f'{axis} ({len(labels)})' for axis, labels in sweep.axes.items())}.",
+        "remarks": [sweep.note] if sweep.note else [],
+        "notes": [
+            f"in {'all' if count == len(outcomes) else f'{count} of {len(outcomes)}'} cells, {note}"
+            for note, count in notes.items()
+        ],
+        "tables": {"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
+        "legend": " ".join(legend(sweep, rows)),
+        "worst": None,
+        "not_predicted": "",
+        "plots": sweep_plots(sweep, rows, outcomes),
+        "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
+        "layers": [],
+        "command": sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
+        "inputs": _input_names(*(cell.recipe for cell in sweep.cells)),
+        "file": "sweep.yaml",
+        "settings": sweep_yaml(sweep),
+        "environment": {},
+    }
+
+
+def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[str]:
+    """The result of a sweep in sentences: its cells by state, and for each model the best combination at each sparsity."""
+    states = Counter(outcome.state for outcome in outcomes)
+    count = plural(len(outcomes), "cell")
+    sentences = [f"{count}: {', '.join(f'{number} {state}' for state, number in states.items())}."]
+    if states["finished"] == len(outcomes) > 1:
+        sentences = [f"All {count} finished."]
+    measure = next(iter(headlines(shown_measures(rows))), "")
+    by_place: dict[tuple[str, str], dict[str, Figure]] = {}
+    for row in (row for row in rows if measure in row.figures):
+        key = row.labels.get("model", models(sweep)[0]), row.labels.get("sparsity", "")
+        by_place.setdefault(key, {})[in_words(row.labels, ("model", "sparsity"))] = row.figures[measure]
+    best = {key: ranking for key, figures in by_place.items() if (ranking := rank(figures))}
+    for model in dict.fromkeys(model for model, _ in best):
+        rankings = {sparsity: x for (other, sparsity), x in best.items() if other == model}
+        places: dict[str, list[str]] = {}
+        for sparsity, x in rankings.items():
+            results = ", ".join(filter(None, (x.figure.short, x.figure.change_text)))
+            places.setdefault(claim(x), []).append(f"at {sparsity} ({results})" if sparsity else f"({results})")
+        dense = {x.figure.dense.short for x in rankings.values() if x.figure.dense}
+        subject = f"{model}, {spoken(measure)}{f' (dense {dense.pop()})' if len(dense) == 1 else ''}"
+        sentences.append(f"{subject}: {'; '.join(kind + ', '.join(texts) for kind, texts in places.items())}.")
+    return sentences

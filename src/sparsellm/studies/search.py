@@ -1,0 +1,287 @@
+"""Search for the largest sparsity that meets a target, by bisection over runs that are cells of a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
+from sparsellm.evaluation.measurements import is_fraction
+from sparsellm.pipeline.early_checks import check_inputs
+from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage, add_note
+from sparsellm.pipeline.export import Result, claimed
+from sparsellm.pipeline.fingerprint import DenseCache, environment, model_fingerprint
+from sparsellm.pipeline.inputs import SameInputs, run_inputs
+from sparsellm.pipeline.journal import JOURNAL
+from sparsellm.pipeline.loading import OpenedModel, open_model
+from sparsellm.pipeline.output_folder import WORK
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_file import validated
+from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.results import Point, SearchResult
+from sparsellm.runtime import collectives
+from sparsellm.runtime.memory import human_bytes
+from sparsellm.solvers.patterns import Unstructured
+from sparsellm.studies.sweep_cells import Cell
+from sparsellm.studies.sweep_runner import CellFolder, run_cell
+from sparsellm.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
+
+FINEST = 1e-3
+"""The smallest step: measurements of two models that are closer differ by less than their standard errors."""
+
+ONE_PROCESS = "A search runs in one process. Start it without a launcher."
+"""The refusal of several processes."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search.
+
+    Attributes:
+        target: What it meets, in words.
+        points: All sparsities that were tried, in increasing order, those with the final effort last.
+        outcome: What the output is known to have, as the predicate of a sentence: the target, or why it is not certain.
+    """
+
+    sparsity: float
+    target: str
+    points: tuple[Point, ...]
+    report: Report
+    output: Path
+    outcome: str
+
+    def __repr__(self) -> str:
+        return f"<Search: {Unstructured(self.sparsity)} {self.outcome}, {len(self.points)} sparsities tried, in {self.output}>"
+
+
+def bisect(is_met: Callable[[int], bool], count: int) -> int:
+    """The largest of the numbers 1 to `count` that meets a target, if all smaller ones do and no larger one does; 0 for none.
+
+    If the order is not strict, the number meets the target, and the next one, if there is one, does not.
+    """
+    low, high = 0, count + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_met(middle) else (low, middle)
+    return low
+
+
+def search_sparsity(
+    recipe: Recipe, output: str | Path, target: Target, *, step: float, overwrite: bool, observe: Observer
+) -> Search:
+    """Find the largest sparsity that meets a target, by bisection with the effort "fast", and prune with the recipe's effort.
+
+    If the final run misses the target, the next smaller sparsity is pruned. For a size, the smallest sparsity that meets it is
+    computed and pruned. Repeated after an interruption, the search continues.
+
+    Args:
+        recipe: What to run; its sparsity is not used. Methods without efforts are searched as they are.
+        step: Distance between sparsities, which are multiples of it up to `HIGHEST`.
+
+    Raises:
+        InvalidSetting: The recipe cannot be searched, does not measure what the target needs, or several processes search.
+        TargetNotReached: No sparsity meets the target. Nothing is written.
+    """
+    if collectives.world() > 1:
+        raise InvalidSetting(ONE_PROCESS)
+    check_inputs(recipe)
+    grid = _sparsities(step)
+    recipe = _with_measurements(recipe, target)
+    with claimed(output, overwrite, recipe.model) as path:
+        if (path / WORK / JOURNAL).exists():
+            raise CannotResume(
+                f"{output} is the unfinished output of a pruning run. Finish that run, or choose another output."
+            )
+        opened = open_model(recipe)
+        folder = path / WORK / f"search-{_digest(recipe, opened)}"
+        try:
+            return _Searcher(recipe, target, path, grid=grid, folder=folder, observe=observe).run(opened)
+        except BaseException as error:
+            _clean_up(folder, error)
+            raise
+
+
+class _Searcher:
+    """A search in its folder of cells."""
+
+    def __init__(
+        self, recipe: Recipe, target: Target, output: Path, *, grid: list[float], folder: Path, observe: Observer
+    ) -> None:
+        self._recipe, self._target, self._output, self._folder, self._observe = recipe, target, output, folder, observe
+        self._grid = grid
+        self._found: Search | None = None
+        self._shared, self._inputs = DenseCache(folder / "dense", observe), SameInputs()
+        self._points: dict[tuple[bool, float], Point] = {}
+        self._sizes: dict[float, int] = {}
+        self._number, self._expected = 0, 1  # of this run, and of all that the search takes if its output meets the target
+
+    def run(self, opened: OpenedModel) -> Search:
+        """Find the sparsity among those of the grid, and write the output."""
+        grid = self._grid
+        self._inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
+        if self._target.size is None:
+            self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
+            found = bisect(lambda number: self._is_met(number - 1), len(grid))
+            candidates = grid[:found][::-1]
+            if note := undecided_note(self._sorted(), self._target):
+                self._observe(Note(note))
+            if self._found:
+                return self._found
+        else:
+            self._sizes = {sparsity: packed_size(self._recipe, opened, sparsity) for sparsity in grid}
+            candidates = [sparsity for sparsity in grid if self._sizes[sparsity] <= self._target.size][:1]
+        for sparsity in candidates:
+            self._number = max(self._number, self._expected - 1)  # fewer trials may have sufficed
+            if (result := self._finish(sparsity, "output at")) is not None:
+                return result
+            point = self._points[True, sparsity]
+            fails = f"is not known to meet the target ({point.describe()})" if point.undecided else "misses the target"
+            self._observe(Note(f"with the final effort, {Unstructured(sparsity)} {fails}: a smaller one follows"))
+        tried = self._sorted()
+        nearest = f"{Unstructured(grid[-1])} takes {human_bytes(self._sizes[grid[-1]])}" if self._sizes else tried[0].describe()
+        known = "is known to have" if any(point.undecided for point in tried) else "has"
+        advice = "Relax the target" + (", or measure on more text, `evaluate_limit`." if known != "has" else ".")
+        raise TargetNotReached(f"No sparsity {known} {self._target}: {nearest}. Nothing was written. {advice}", tried)
+
+    def _is_met(self, index: int) -> bool:
+        """Whether the sparsity at this place of the grid meets the target, with the effort "fast".
+
+        Where that is the recipe itself, the last one that is tried is written at once if it does: it is the output.
+        """
+        sparsity, tried = self._grid[index], {sparsity for _, sparsity in self._points}
+        is_last = tried.issuperset(self._grid[max(index - 1, 0) : index] + self._grid[index + 1 : index + 2])
+        if not is_last or _fast(self._recipe, self._target) != self._recipe:
+            return self._try(sparsity).met
+        self._found = self._finish(sparsity, "trying")
+        return self._found is not None
+
+    def _try(self, sparsity: float) -> Point:
+        """The point of a sparsity with the effort "fast", from its cell or from a run."""
+        cell_folder = self._cell(sparsity, _fast(self._recipe, self._target))
+        self._number += 1
+        if not cell_folder.result.exists():
+            self._announce(f"trying {Unstructured(sparsity)}")
+            with cell_folder.taken():
+                cell_folder.finish(run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check))
+        return self._finished_point(cell_folder, sparsity)
+
+    def _finish(self, sparsity: float, name: str) -> Search | None:
+        """Prune with the final effort, and write the output; None if it misses the target. name: of the run, for observers."""
+        cell_folder = self._cell(sparsity, self._recipe)
+        if cell_folder.result.exists() and not self._finished_point(cell_folder, sparsity).met:
+            return None  # an earlier process has seen it
+
+        def save(result: Result) -> None:
+            if (point := self._add(sparsity, self._recipe, result.report)).met:
+                if note := bound_note(point, self._target, self._grid):
+                    add_note(note, result.report, self._observe)
+                result.report.search = SearchResult(str(self._target), tuple(self._sorted()))
+                self._observe(Stage(WRITING))
+                result.save_pretrained(self._output, overwrite=True)
+
+        self._number += 1
+        self._announce(f"{name} {Unstructured(sparsity)}")
+        with cell_folder.taken():
+            result = run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check, then=save)
+            if result.report.search is None:
+                cell_folder.finish(result)
+                return None
+        found = outcome(self._points[True, sparsity], self._target)
+        return Search(sparsity, str(self._target), tuple(self._sorted()), result.report, self._output, found)
+
+    def _announce(self, name: str) -> None:
+        """Tell the observer that a run starts."""
+        self._observe(NextRun(self._number, max(self._number, self._expected), name))
+
+    def _cell(self, sparsity: float, recipe: Recipe) -> CellFolder:
+        """The folder of the run of a recipe at a sparsity."""
+        pattern = str(Unstructured(sparsity))
+        labels = {"sparsity": pattern, "effort": _effort(recipe)}
+        return CellFolder(self._folder, Cell(labels=labels, recipe=recipe.model_copy(update={"sparsity": pattern})))
+
+    def _finished_point(self, cell_folder: CellFolder, sparsity: float) -> Point:
+        """The point of a finished cell."""
+        report = cell_folder.outcome().report
+        assert report is not None
+        return self._add(sparsity, cell_folder.cell.recipe, report)
+
+    def _add(self, sparsity: float, recipe: Recipe, report: Report) -> Point:
+        """Make a point from the report of a run. Raises TargetNotReached if the dense model itself misses the target."""
+        for task in self._target.accuracy or ():
+            figure = report.tasks.get(task, {}).get("pruned")
+            if figure is None or not is_fraction(figure.metric):
+                raise InvalidSetting(f"`min_accuracy` names {task}, for which lm-eval computes no accuracy. Name another task.")
+        size = self._sizes.get(sparsity)
+        dense = {task: x["dense"] for task, x in report.tasks.items() if "dense" in x}
+        if size is None and not self._target.decide([], dense).met:
+            figures = ", ".join(f"{x.value:.3g} on {task}" for task, x in dense.items())
+            raise TargetNotReached(f"The dense model itself has not {self._target}: it has {figures}. Relax the target.")
+        point = point_of(sparsity, _effort(recipe), report, size=size, target=self._target)
+        self._points[recipe.effort == self._recipe.effort, sparsity] = point
+        return point
+
+    def _sorted(self) -> list[Point]:
+        """All points, in increasing order, those with the final effort last."""
+        return [self._points[key] for key in sorted(self._points)]
+
+
+def _sparsities(step: float) -> list[float]:
+    """The sparsities to choose from, in increasing order: multiples of the step."""
+    if not FINEST <= step <= 0.5:
+        raise InvalidSetting(f"`step` must be from {100 * FINEST:g}% to 50%, got {100 * step:.10g}%.")
+    return [round(number * step, 12) for number in range(1, int(HIGHEST / step + 1e-9) + 1)]
+
+
+def _with_measurements(recipe: Recipe, target: Target) -> Recipe:
+    """Add the tasks of the target to the recipe. Raises InvalidSetting if the target is a perplexity and no text is given."""
+    if target.perplexity_increase is not None and not recipe.evaluate:
+        raise InvalidSetting("A perplexity needs a text to measure it on: pass `evaluate` with a file or the name of a text.")
+    return recipe.model_copy(update={"task": tuple(dict.fromkeys([*recipe.task, *(target.accuracy or ())]))})
+
+
+def _has_efforts(recipe: Recipe) -> bool:
+    """Whether `effort` applies to the recipe's method."""
+    return recipe.method == "sparsellm" and not recipe.as_published
+
+
+def _effort(recipe: Recipe) -> str:
+    """The effort of a recipe, or its method."""
+    return recipe.effort if _has_efforts(recipe) else recipe.method
+
+
+def _fast(recipe: Recipe, target: Target) -> Recipe:
+    """The recipe of the runs before the last one: the effort "fast", and only the target is measured."""
+    fields = recipe.model_dump(exclude_defaults=True, exclude={"prompt", "task", "evaluate"})
+    if target.accuracy:
+        fields["task"] = tuple(target.accuracy)
+    else:
+        fields["evaluate"] = recipe.evaluate
+    if _has_efforts(recipe) and recipe.effort != "fast":
+        fields = {name: value for name, value in fields.items() if name not in ("solver", "scope", "gauss_newton_steps")}
+        fields["effort"] = "fast"
+    return validated(Recipe, fields)
+
+
+def _digest(recipe: Recipe, opened: OpenedModel) -> str:
+    """Digest of the files that the runs of a search read, and of the machine: runs on others do not count."""
+    assert isinstance(opened.source, Checkpoint)
+    known = {**model_fingerprint(opened.source), **environment(opened.device), **run_inputs(recipe, opened.source)}
+    return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _clean_up(folder: Path, error: BaseException) -> None:
+    """After an error, keep the folder if a run is finished or begun, with a note on how to continue, else remove it."""
+    error.__notes__ = [note for note in getattr(error, "__notes__", []) if "`resume`" not in note]
+    finished = len(list(folder.glob("cells/*/result.json")))
+    begun = any(folder.glob(f"cells/*/model/{WORK}/{JOURNAL}"))
+    if isinstance(error, TargetNotReached) or not (finished or begun):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        kept = f"{finished} {'sparsity is' if finished == 1 else 'sparsities are'} measured and kept"
+        error.add_note(f"{kept}: repeat the command to continue")

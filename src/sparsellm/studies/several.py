@@ -1,0 +1,229 @@
+"""Runs that are written to folders: one, or several that differ in their sparsity and share the dense model's results."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from sparsellm.errors import CannotResume, OutputExists
+from sparsellm.pipeline.events import WRITING, NextRun, Observer, Stage
+from sparsellm.pipeline.export import check_output
+from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.inputs import Inputs, SameInputs, check_kept
+from sparsellm.pipeline.journal import JOURNAL
+from sparsellm.pipeline.output_folder import WORK, is_finished
+from sparsellm.pipeline.output_lock import locked, recover_output, refuse_links, remove
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.run import run
+from sparsellm.pipeline.workspace import work_directory
+from sparsellm.runtime import collectives
+from sparsellm.studies.gradual import GradualPruning
+from sparsellm.texts.paths import local_path
+
+Folders = Mapping[Path, Recipe | RecoveryRecipe]
+"""The recipe of each output, by the folder that it is written to."""
+
+
+def output_folders(output: str | Path, recipes: Sequence[Recipe | RecoveryRecipe]) -> Folders:
+    """The folder of each recipe's output: `output` itself for one, else a folder in it, "62.5" for 62.5% and "2-4" for 2:4."""
+    if len(recipes) == 1:
+        return {Path(output): recipes[0]}
+    return {
+        Path(output) / recipe.size_label.removesuffix("%").replace(":", "-"): recipe
+        for recipe in recipes
+        if isinstance(recipe, Recipe)
+    }
+
+
+def finished_runs(folders: Folders, gradual: GradualPruning | None = None) -> list[bool]:
+    """Whether each run need not be repeated; of a gradual pruning also an unwritten one before a finished stage."""
+    return gradual.finished() if gradual else [is_finished(folder) for folder in folders]
+
+
+def check_outputs(
+    output: str | Path,
+    folders: Folders,
+    gradual: GradualPruning | None = None,
+    *,
+    resume: bool,
+    restart: bool,
+    overwrite: bool,
+) -> None:
+    """Check that the outputs can be written.
+
+    Args:
+        output: The output, or the folder that holds several. That one may hold other folders, but no files.
+        gradual: The gradual pruning that the runs belong to, which checks its own outputs.
+        resume: Outputs that are finished are kept.
+        restart: Outputs of an unfinished command for several are replaced.
+        overwrite: Outputs of earlier runs are replaced.
+
+    Raises:
+        OutputExists: One exists, or the folder for several is a file or holds files.
+        CannotResume: The folder for several is unfinished, and neither `resume` nor `restart` is set; or a finished output
+            was made with other settings, or from files that were changed since.
+        InvalidSetting: As `check_output`.
+    """
+    if gradual:
+        gradual.check(resume=resume, restart=restart, overwrite=overwrite)
+        return
+    if len(folders) > 1:
+        path = local_path(output)
+        refuse_links(path, path / WORK)
+        unfinished = (path / WORK).exists()
+        entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
+        if files := sorted(str(entry.relative_to(path.parent)) for entry in entries if entry.is_file()):
+            raise OutputExists(
+                f"{files[0]} is a file. Name a new folder for {len(folders)} outputs, or one that holds no files."
+            )
+        if unfinished and not resume and not restart:
+            raise CannotResume(f"{output} is unfinished. Pass `resume` to continue it, or `restart` to start over.")
+        overwrite = overwrite or (restart and unfinished)
+    for folder, recipe in folders.items():
+        recover_output(folder)
+        if isinstance(recipe, RecoveryRecipe):  # the pruned checkpoint is finished, but no output to keep
+            check_output(folder, overwrite or resume or restart, recipe.pruned)
+        if not (resume and is_finished(folder)):
+            check_output(folder, overwrite, recipe.model)
+        else:
+            check_kept(folder, recipe)
+
+
+def run_each(
+    folders: Folders,
+    observe: Observer,
+    *,
+    finished: Sequence[bool],
+    shared: DenseCache | None,
+    resume: bool,
+    restart: bool,
+    overwrite: bool,
+    gradual: GradualPruning | None = None,
+) -> Report:
+    """Run recipes one after the other, and write their outputs.
+
+    Args:
+        finished: Whether each is finished already; not all are.
+        shared: Cache of results on dense models.
+        resume: As for `work_directory`.
+        restart: As for `work_directory`, and outputs are replaced if there are several.
+        overwrite: Replace outputs.
+        gradual: The gradual pruning that the runs belong to.
+
+    Returns:
+        The report of the last run.
+    """
+    replaces, inputs = overwrite or (restart and len(folders) > 1), SameInputs()
+    if len(folders) > 1 and collectives.is_main():  # which are locked by now: another command may have finished one before
+        for (folder, recipe), done in zip(folders.items(), finished, strict=True):
+            if not done:
+                check_output(folder, replaces, recipe.model)
+    for number, (folder, recipe) in enumerate(folders.items()):
+        if finished[number]:
+            continue
+        if len(folders) > 1:
+            label = recipe.size_label if isinstance(recipe, Recipe) else ""
+            label = str(gradual.sparsities[number // 2]) if gradual else label  # a stage has two runs
+            alike = not gradual and not any(finished[number:])  # stages prune and train by turns
+            observe(NextRun(number + 1, len(folders), label, alike))
+        # The pruning runs of stages have different inputs each, so their results serve no other run.
+        cache = None if gradual and isinstance(recipe, Recipe) else shared
+        replace = {"resume": resume, "restart": restart, "overwrite": replaces}
+        report = _run_into(folder, recipe, observe, shared=cache, gradual=gradual, check=inputs.check, **replace)
+    return report
+
+
+def _run_into(
+    folder: Path,
+    recipe: Recipe | RecoveryRecipe,
+    observe: Observer,
+    *,
+    shared: DenseCache | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    overwrite: bool = False,
+    gradual: GradualPruning | None = None,
+    check: Callable[[Inputs], object],
+) -> Report:
+    """Run a recipe and write its output.
+
+    Args:
+        shared: Cache of results on dense models, shared with other runs.
+        resume: As for `work_directory`.
+        restart: As for `work_directory`.
+        gradual: The gradual pruning that the run belongs to, whose stages its report then has.
+        check: As for `run`.
+    """
+    name = f"{folder.parent.name}, {recipe.size_label}" if shared and isinstance(recipe, Recipe) else None
+    with work_directory(folder, resume, restart) as work:
+        # Another command may have finished it since the command checked it.
+        collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))
+        result = run(recipe, observe, work=work, shared=shared, name=name, check=check)
+        if gradual and collectives.is_main():
+            gradual.record(folder, result.report)
+        observe(Stage(WRITING))
+        result.save_pretrained(folder, overwrite)
+    if gradual and collectives.is_main():
+        gradual.remove_input(folder)
+    report = result.report
+    del result
+    gc.collect()  # frees the model
+    return report
+
+
+@contextmanager
+def shared_results(output: str | Path, folders: Collection[Path], observer: Observer) -> Iterator[DenseCache | None]:
+    """A cache of the dense model's results for the runs that write several outputs, in a work folder in `output`; else None.
+
+    `output` is locked for all of the time, and so is the folder of the last run where it lies elsewhere, as that of a gradual
+    pruning does: another command cannot take it while the runs before are at work. The cache is removed at the end. After an
+    error it is kept if any output is begun, with a note on the error that says how to resume.
+
+    Raises:
+        CannotResume: Another process is working on one of the two folders.
+    """
+    if len(folders) == 1:
+        yield None
+        return
+    work = local_path(output) / WORK
+    with ExitStack() as locks:
+        if collectives.is_main():
+            locks.enter_context(locked(output))
+            if local_path(output) not in (last := local_path(list(folders)[-1])).parents:
+                locks.enter_context(locked(last))
+        try:
+            yield DenseCache(work / "dense", observer)
+        except BaseException as error:
+            if collectives.is_main():
+                _clean_up(work, folders, error)
+            raise
+        if collectives.is_main():
+            _remove_work(work)
+
+
+def remove_shared_results(output: str | Path) -> None:
+    """Remove what several finished runs shared: the process that ran the last one may have been killed before it did."""
+    work = local_path(output) / WORK
+    with locked(output) if work.exists() else nullcontext():
+        _remove_work(work)
+
+
+def _remove_work(work: Path) -> None:
+    """Remove a work folder, and its parent if it is empty, as the folder of the stages before the last of one stage is."""
+    shutil.rmtree(work, ignore_errors=True)
+    with suppress(OSError):
+        work.parent.rmdir()
+
+
+def _clean_up(work: Path, folders: Collection[Path], error: BaseException) -> None:
+    """After an error, note how to resume if an output is finished; remove the results if none is finished or begun."""
+    if finished := sum(map(is_finished, folders)):
+        are = "is" if finished == 1 else "are"
+        error.add_note(f"{finished} of {len(folders)} outputs {are} finished and kept: pass `resume` to continue")
+    elif not any((local_path(folder) / WORK / JOURNAL).exists() for folder in folders):
+        remove(work / "dense")

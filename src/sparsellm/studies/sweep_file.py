@@ -1,0 +1,254 @@
+"""Sweep files: YAML files with axes, every combination of which is a cell with its own recipe, and with published values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import product
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_fields import fields_of_others
+from sparsellm.pipeline.recipe_file import explain, read_recipe
+from sparsellm.studies.sweep_cells import Cell, Published, Sweep, check_known, in_words, known_label, label_of, written
+from sparsellm.texts.paths import local_path
+from sparsellm.texts.yaml_files import read_mapping, read_value
+
+MAX_CELLS = 10_000
+"""The most combinations of the axes in one file. Each is a run that takes at least a minute."""
+
+Points = dict[str, dict[str, Any]]  # the values of an axis: by label, the recipe fields that it sets
+Excluded = dict[str, set[str]]  # an entry of `leave_out`: the excluded labels by axis
+
+
+class _Settings(BaseModel, extra="forbid"):
+    """The recipe fields that all cells share, below `recipe:` or beside it, and the axes."""
+
+    recipe: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_fields(cls, content: Any) -> Any:
+        """Move the recipe fields that stand beside `recipe:` below it."""
+        if not isinstance(content, Mapping) or not isinstance(content.get("recipe") or {}, Mapping):
+            return content
+        below, beside = content.get("recipe") or {}, {name: content[name] for name in content if name in Recipe.model_fields}
+        if repeated := [name for name in beside if name in below]:
+            raise InvalidSetting(f"`{repeated[0]}:` stands both in `recipe:` and beside it. Leave out one of them.")
+        return {name: content[name] for name in content if name not in beside} | {"recipe": {**below, **beside}}
+
+
+class _Entry(BaseModel, extra="forbid"):
+    """Published values: `values` is nested in the order of `axes`."""
+
+    source: str
+    measure: str
+    axes: list[str]
+    values: dict[Any, Any]
+
+
+class _SweepFile(_Settings, coerce_numbers_to_str=True):
+    """The content of a sweep file."""
+
+    title: str = ""
+    note: str = ""
+    leave_out: list[dict[str, Any]] = []
+    columns: str | None = None
+    keep: bool = False
+    published: list[_Entry] = []
+    smoke: _Settings | None = None
+
+
+def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, changes: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file and check the recipe of every cell.
+
+    Args:
+        file: The YAML file, or its content.
+        smoke: Whether to read the small form that the file describes under `smoke:`.
+        changes: "field=value" for a field that all cells share, or "axis.label=value" for a field that an axis is named after.
+
+    Raises:
+        InvalidSetting: For an empty axis, for two cells with the same name or recipe, and for an invalid recipe.
+    """
+    name, title = ("the sweep", "Sweep") if isinstance(file, Mapping) else (str(file), Path(file).stem)
+    try:
+        content = file if isinstance(file, Mapping) else read_mapping(local_path(file), "sweep")
+        given = {field: value for field, value in content.items() if value is not None}
+        return _sweep(_SweepFile.model_validate(given), title, smoke=smoke, changes=changes)
+    except ValidationError as error:
+        fields = {*_SweepFile.model_fields, *_Entry.model_fields, *Recipe.model_fields}
+        raise InvalidSetting(f"{name}: {explain(error.errors()[0], fields)}") from None
+    except InvalidSetting as error:
+        error.add_note(f"in {name}")
+        raise
+
+
+def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[str]) -> Sweep:
+    """The sweep that the content of a file describes, with a default title."""
+    overrides = content.smoke if smoke else _Settings()
+    if overrides is None:
+        raise InvalidSetting(
+            "The sweep has no small form. Give it a `smoke:` with `recipe:` and `axes:`, or leave out `smoke`."
+        )
+    shared = content.recipe | overrides.recipe
+    full_axes = {axis: _points(axis, spec) for axis, spec in content.axes.items()}
+    axes = full_axes | {axis: _points(axis, spec) for axis, spec in overrides.axes.items()}
+    if not axes:
+        raise InvalidSetting("The sweep has no axes. Write for example `axes:` with `method: [sparsegpt, alps]` below it.")
+    for change in changes:
+        _apply_change(change, shared, axes)
+    _check_single(shared)
+    labels = {name: tuple(points) for name, points in axes.items()}
+    if (count := prod(map(len, labels.values()))) > MAX_CELLS:
+        raise InvalidSetting(
+            f"The axes have {count:,} combinations, more than {MAX_CELLS:,}. Split the file into several sweeps."
+        )
+    cells, ignored = _cells(shared, axes, [_excluded(entry, labels) for entry in content.leave_out])
+    if content.columns:
+        check_known(content.columns, axes, "`columns:` names an unknown axis")
+    published = tuple(_published(entry, full_axes) for entry in content.published)
+    display = content.model_dump(include={"note", "columns", "keep"}) | {"smoke": smoke, "ignored": ignored}
+    return Sweep(title=content.title or title, axes=labels, cells=tuple(cells), published=published, **display)
+
+
+def _check_single(shared: Mapping[str, Any]) -> None:
+    """Raise InvalidSetting for several values of a field that all cells share, unless the field itself holds several."""
+    for name, value in shared.items():
+        holds_several = name not in Recipe.model_fields or get_origin(Recipe.model_fields[name].annotation) is tuple
+        if isinstance(value, list) and not holds_several:
+            raise InvalidSetting(
+                f"`{name}:` has {len(value)} values for one recipe. Move it below `axes:` for a cell with each."
+            )
+
+
+def _points(axis: str, spec: Any) -> Points:
+    """The values of an axis by label: a list of values of the field that the axis is named after, or a mapping by label."""
+    if not spec:
+        raise InvalidSetting(f"The axis {axis!r} is empty. Give it at least one value, or leave it out.")
+    if not isinstance(spec, (list, dict)):
+        raise InvalidSetting(f"The axis {axis!r} must be a list or `label: fields` lines, got {spec!r}.")
+    points: Points = {}
+    for item in spec:
+        value = spec[item] if isinstance(spec, dict) else item
+        fields = value if isinstance(value, dict) else {axis: value}
+        for field in fields:
+            check_known(str(field), Recipe.model_fields, f"The axis {axis!r} sets an unknown field")
+        label = written(item) if isinstance(spec, dict) else label_of(axis, item)
+        if label in points:
+            raise InvalidSetting(f"The axis {axis!r} has two values named {label!r}. Give each a `label:`.")
+        points[label] = dict(fields)
+    return points
+
+
+def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) -> None:
+    """Apply one "field=value" or "axis.label=value" in place."""
+    target, equals, text = change.partition("=")
+    axis, dot, label = target.partition(".")
+    if not equals:
+        raise InvalidSetting(f"`changes` needs FIELD=VALUE or AXIS.LABEL=VALUE, got {change!r}.")
+    fields = shared
+    if dot:
+        check_known(axis, axes, f"The change {change!r} names an unknown axis")
+        label = known_label(axis, label, axes[axis])
+        fields = axes[axis][check_known(label, axes[axis], f"The change {change!r} names an unknown label of {axis!r}")]
+    fields[check_known(axis, Recipe.model_fields, f"The change {change!r} names an unknown field")] = read_value(text)
+
+
+def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Excluded:
+    """An entry of `leave_out`: the excluded labels by axis. Labels that are not on the axis have no effect."""
+    excluded = {}
+    for axis, values in entry.items():
+        check_known(axis, labels, "`leave_out:` names an unknown axis")
+        several = values if isinstance(values, list) else [values]
+        excluded[axis] = {known_label(axis, value, labels[axis]) for value in several}
+    return excluded
+
+
+def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Excluded]) -> tuple[list[Cell], str]:
+    """Every combination of the axes that is not excluded, without the fields that its method does not have.
+
+    Of cells that differ only in such fields, the first one is kept. Fields that no cell has are left for its recipe to refuse.
+
+    Returns:
+        The cells, and which fields were left out, in sentences.
+    """
+    combinations = list(_combinations(shared, axes, excluded))
+    used = {name for _, fields in combinations for name in fields if name not in _not_its_own(fields)}
+    cells: dict[str, Cell] = {}
+    methods: dict[str, dict[str, None]] = {}  # by field, the methods that do not have it
+    for labels, fields in combinations:
+        unused = [name for name in _not_its_own(fields) if name in fields and name in used]
+        try:
+            recipe = read_recipe({name: value for name, value in fields.items() if name not in unused})
+        except InvalidSetting as error:
+            error.add_note(f"in the cell {in_words(labels)}; `leave_out:` removes cells from a sweep")
+            raise
+        for name in unused:
+            methods.setdefault(name, {})[f"{recipe.method}{' as published' if recipe.as_published else ''}"] = None
+        cell, key = Cell(labels=labels, recipe=recipe), recipe.model_dump_json()
+        cells.setdefault(key if unused else f"{key} {cell.name}", cell)
+    _check_distinct(list(cells.values()))
+    without: dict[str, list[str]] = {}
+    for name, of in methods.items():
+        without.setdefault(" and ".join(of), []).append(name)
+    lines = [f"Cells of {of} leave out settings of other methods: {', '.join(names)}." for of, names in without.items()]
+    if len(cells) < len(combinations):
+        lines.append("Combinations that differ in these only are one cell.")
+    return list(cells.values()), " ".join(lines)
+
+
+def _not_its_own(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that belong to other methods than the one in these fields."""
+    return fields_of_others(str(fields.get("method", Recipe.model_fields["method"].default)), bool(fields.get("as_published")))
+
+
+def _combinations(
+    shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Excluded]
+) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """The labels and recipe fields of every combination of the axes that is not excluded."""
+    for combination in product(*axes.values()):
+        labels = dict(zip(axes, combination, strict=True))
+        if any(all(labels[axis] in values for axis, values in entry.items()) for entry in excluded):
+            continue
+        fields: dict[str, Any] = {}
+        for axis, label in labels.items():
+            if duplicates := fields.keys() & axes[axis][label]:
+                raise InvalidSetting(f"Two axes set {min(duplicates)!r} at {label!r}. Let one of them set it.")
+            fields |= axes[axis][label]
+        yield labels, {**shared, **fields}
+
+
+def _check_distinct(cells: Sequence[Cell]) -> None:
+    """Raise InvalidSetting if there are no cells, or two cells have the same name or recipe."""
+    if not cells:
+        raise InvalidSetting("`leave_out:` leaves out every cell. Remove some of its entries.")
+    recipes: dict[str, str] = {}
+    for cell in cells:
+        if cell.name in recipes.values():
+            raise InvalidSetting(f"Two cells have the name {cell.name!r}. Give the values of the axes other labels.")
+        if (first := recipes.setdefault(cell.recipe.model_dump_json(), cell.name)) != cell.name:
+            raise InvalidSetting(f"The cells {first!r} and {cell.name!r} have the same recipe. Remove one of them.")
+
+
+def _published(entry: _Entry, labels: Mapping[str, Collection[str]]) -> Published:
+    """Published values with their labels. Raises InvalidSetting for an unknown axis or label, or a value of another type."""
+    branches: list[tuple[dict[str, str], Any]] = [({}, entry.values)]
+    for axis in entry.axes:
+        check_known(axis, labels, "`published:` names an unknown axis")
+        parents, branches = branches, []
+        for selected, values in parents:
+            if not isinstance(values, dict):
+                raise InvalidSetting(f"`published:` at {selected} must hold `label: value` lines, got {values!r}.")
+            for key, value in values.items():
+                label = known_label(axis, key, labels[axis])
+                check_known(label, labels[axis], f"`published:` names an unknown label of {axis!r}")
+                branches.append((selected | {axis: label}, value))
+    for selected, value in branches:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+            raise InvalidSetting(f"`published:` at {selected} must be a number, got {value!r}.")
+    return Published(source=entry.source, measure=entry.measure, figures=tuple(branches))

@@ -1,0 +1,295 @@
+"""The documents of a text as token ids: special tokens, chat templates, and pieces of long texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsellm.errors import BadText, InvalidSetting, plural
+from sparsellm.texts.chat_templates import DoesNotFit, write_conversation
+from sparsellm.texts.large_files import SHORT, Sizes
+from sparsellm.texts.texts import Text
+from sparsellm.texts.tokenization import adds_bos, tokenize, unknown_notes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Documents = Literal["auto", "whole", "joined"]
+"""How documents become sequences: each from its start, or cut from the stream of all; auto is whole for chats."""
+
+BOS = Literal["auto", "yes", "no"]
+"""Whether each sequence begins with the BOS token; auto is where the tokenizer adds one, but for the papers' texts."""
+
+PAPERS_FAMILIES = ("opt", "llama")
+"""Values of `model_type` for which the papers' texts are divided as in their code."""
+
+CHARACTERS, MARGIN = 8, 64
+"""Characters that are tokenized at first for each wanted token, twice what English takes; and further tokens, as the last
+ones of a piece may differ from the whole text's."""
+
+KEPT, MOST_KEPT = 2**24, 64
+"""Characters, and number, of the documents that are kept, but for the last one, which may have more."""
+
+WORD = 64
+"""Characters in which a piece looks for the start of a word."""
+
+
+class TokenizedText:
+    """The documents of a text as token ids.
+
+    Args:
+        text: The documents.
+        tokenizer: Their tokenizer.
+        documents: How they become sequences.
+        bos: Whether each sequence begins with the BOS token.
+        family: `model_type` of the model.
+
+    Attributes:
+        whole: Whether each document is a sequence.
+        begin: (0,) or (1,) The BOS token that stands before each sequence cut from the stream.
+
+    Raises:
+        InvalidSetting: The tokenizer has no BOS token, and `bos` is yes.
+        BadText: The tokenizer has no chat template for conversations, or the documents are parts of one text and `documents` is
+            whole.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        documents: Documents = "auto",
+        bos: BOS = "auto",
+        family: str = "",
+    ) -> None:
+        self.text, self._tokenizer, self._bos = text, tokenizer, bos
+        self.whole = documents == "whole" or (documents == "auto" and bool(text.conversations))
+        self._empty: set[int] = set()
+        self._refused: dict[int, str] = {}
+        self._kept: dict[int, str | None] = {}
+        if self.whole and text.rows:
+            raise BadText(
+                f"{text.source} is one text, of which `documents='whole'` would take parts. Leave it out, or take a file with "
+                "several documents, such as a .jsonl file."
+            )
+        if text.conversations and tokenizer.chat_template is None:
+            raise BadText(
+                f"{text.source} holds chat messages, but the tokenizer has no chat template to write them with. "
+                "Use a chat model with its tokenizer, or a file with texts."
+            )
+        own: int | None = getattr(tokenizer, "bos_token_id", None)
+        if bos == "yes" and own is None:
+            raise InvalidSetting("`bos` is yes, but the tokenizer has no BOS token (bos_token). Leave it out.")
+        self.papers = text.published and not self.whole and bos == "auto" and family in PAPERS_FAMILIES
+        self.added = adds_bos(tokenizer)
+        begins = not self.whole and not self.papers and (bos == "yes" or (bos == "auto" and self.added))
+        self.begin = torch.tensor([own] if begins and own is not None else [], dtype=torch.long)
+        self._special = not begins and bos != "no" and not text.conversations
+
+    def __len__(self) -> int:
+        return len(self.text.conversations or self.text.documents)
+
+    def document(self, number: int) -> str | None:
+        """A document; a conversation as the chat template writes it. None for an empty row, and for one that is refused.
+
+        The last ones of a long text are kept, since several sequences may come from one long line.
+        """
+        if not self.is_long:
+            return self._read(number)
+        found = self._kept.pop(number) if number in self._kept else self._read(number)
+        self._kept[number] = found
+        sizes = [len(x or "") for x in self._kept.values()]
+        if len(sizes) > 1 and (len(sizes) > MOST_KEPT or sum(sizes) > KEPT):
+            del self._kept[next(iter(self._kept))]
+        return found
+
+    def _read(self, number: int) -> str | None:
+        """Read a document, as `document` returns it."""
+        document = (self.text.conversations or self.text.documents)[number]
+        if document is None or (isinstance(document, str) and not document.strip() and not self.text.rows):
+            self._empty.add(number)
+            return None
+        if isinstance(document, str):
+            return document
+        try:
+            return write_conversation(document, self._tokenizer)
+        except DoesNotFit as error:
+            self._refused[number] = f"row {number + 1}: {error}"
+            return None
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """(documents,) About the characters of each document."""
+        documents = self.text.conversations or self.text.documents
+        sizes: Sizes | None = getattr(documents, "sizes", None)
+        if sizes is not None:
+            return sizes
+        return np.array([0 if x is None else len(x) if isinstance(x, str) else len(str(x.messages)) for x in documents])
+
+    @cached_property
+    def _ends(self) -> Sizes:
+        """(documents,) Sums of `sizes`."""
+        return np.cumsum(self.sizes)
+
+    @cached_property
+    def is_long(self) -> bool:
+        """Whether only what is used is tokenized. The papers' texts are tokenized as in their code."""
+        return not self.text.published and int(self.sizes.sum()) > SHORT
+
+    def room(self, length: int) -> int:
+        """Tokens of the text in a sequence of that length."""
+        return length - len(self.begin)
+
+    def tokens(self, string: str) -> Tensor:
+        """Tokenize a string to (tokens,) int64, with the tokenizer's special tokens where sequences have them from it."""
+        return tokenize(self._tokenizer, string, special=self._special)
+
+    def sequence(self, number: int, length: int) -> Tensor | None:
+        """The first tokens of a document, with its special tokens. None for an empty row."""
+        document = self.document(number)
+        if document is None:
+            return None
+        tokens = self._first_tokens(document, length)
+        own = getattr(self._tokenizer, "bos_token_id", None)
+        starts = len(tokens) > 0 and int(tokens[0]) == own
+        if self._bos == "yes" and not starts:
+            tokens = torch.cat([torch.tensor([own]), tokens])
+        elif self._bos == "no" and starts:
+            tokens = tokens[1:]
+        return tokens[:length]
+
+    def _first_tokens(self, document: str, length: int) -> Tensor:
+        """At least the first `length` tokens of a document, or all."""
+        characters = CHARACTERS * (length + MARGIN)
+        while characters < len(document):
+            tokens = self.tokens(document[:characters])
+            if len(tokens) >= length + MARGIN:
+                return tokens
+            characters *= 2
+        return self.tokens(document)
+
+    @cached_property
+    def stream(self) -> Tensor:
+        """All documents as one sequence, (tokens,).
+
+        Raises:
+            BadText: There is no token.
+        """
+        pieces = (self._without_ends(piece) if self.is_long else self.tokens(piece) for piece in self._stream_pieces())
+        return self._checked(torch.cat([torch.empty(0, dtype=torch.long), *pieces]))
+
+    def _without_ends(self, piece: str) -> Tensor:
+        """The tokens of a piece, without those that the tokenizer adds at the ends of a text."""
+        return tokenize(self._tokenizer, piece, special=False)
+
+    def first_of_stream(self, count: int) -> Tensor:
+        """At least the first tokens of the stream, or all."""
+        if not self.is_long:
+            return self.stream
+        found = [torch.empty(0, dtype=torch.long)]
+        for piece in self._stream_pieces():
+            tokens = self._without_ends(piece[: 2 * CHARACTERS * (count + MARGIN)])
+            tokens = tokens if len(tokens) >= count + MARGIN else self._without_ends(piece)
+            found.append(tokens)
+            count -= len(tokens)
+            if count <= 0:
+                break
+        return self._checked(torch.cat(found))
+
+    def _checked(self, stream: Tensor) -> Tensor:
+        """The stream without a BOS token at its start, where each sequence has one of its own."""
+        if len(stream) == 0:
+            self.check_refused()
+            raise BadText(
+                f"The tokenizer makes no token of {self.text.source} ({int(self.sizes.sum()):,} characters): its vocabulary is "
+                "empty, or it drops every character. Copy the model's own tokenizer files into the folder."
+            )
+        return stream[1:] if len(self.begin) and torch.equal(stream[:1], self.begin) else stream
+
+    def check_refused(self) -> None:
+        """Raise BadText if there are conversations that the chat template refused, where none is left."""
+        if self._refused:
+            reason = next(iter(self._refused.values()))
+            raise BadText(f"{self.text.source}: no conversation fits the tokenizer's chat template ({reason}).")
+
+    def _stream_pieces(self) -> Iterator[str]:
+        """The stream as one string; in pieces of whole documents if the text is long."""
+        limit = SHORT if self.is_long else None
+        joint = "" if self.text.conversations else self.text.joint
+        parts: list[str] = []
+        size = 0
+        for number in range(len(self)):
+            document = self.document(number)
+            if document is None:
+                continue
+            parts.append(document)
+            size += len(document)
+            if limit is not None and size > limit:
+                yield joint.join(parts)
+                parts, size = [""], 0  # so that the next piece begins with the joint
+        yield joint.join(parts)
+
+    def at(self, place: int, count: int) -> tuple[Tensor, int] | None:
+        """Tokens of the stream from a place on.
+
+        Args:
+            place: Position within the sum of `sizes`.
+            count: Number of tokens.
+
+        Returns:
+            The tokens and about how many characters they take; None where the stream ends before.
+        """
+        first = int(np.searchsorted(self._ends, place, side="right"))
+        shift = (place - int(self._ends[first]) + int(self.sizes[first])) / max(1, int(self.sizes[first]))
+        characters = CHARACTERS * (count + MARGIN)
+        while True:
+            piece, ended = self._piece(first, shift, characters)
+            tokens = self._without_ends(piece)
+            if len(tokens) >= count + (0 if ended else MARGIN):
+                return tokens[:count], max(1, len(piece) * count // len(tokens))
+            if ended:
+                return None
+            characters *= 2
+
+    def _piece(self, number: int, shift: float, characters: int) -> tuple[str, bool]:
+        """Characters of the stream from a share of a document on, from the start of a word; and whether the stream ends."""
+        joint = "" if self.text.conversations else self.text.joint
+        document = self.document(number) or ""
+        start = int(shift * len(document))
+        if start:
+            space = re.compile(r"\s").search(document, start, start + WORD)
+            last = len(document) if len(document) - start < WORD else start  # no space: the last word, or a script without
+            start = space.start() if space else last
+        parts, size = [document[start : start + characters]], len(document) - start
+        while size < characters:
+            number += 1
+            if number == len(self):
+                return "".join(parts), True
+            following = self.document(number)
+            if following is not None:
+                parts.append(joint + following[: characters - size])
+                size += len(joint) + len(following)
+        return "".join(parts), False
+
+    def notes(self, windows: Tensor) -> Iterator[str]:
+        """What a user should know of sequences, (samples, length), that were made of this text."""
+        token = getattr(self._tokenizer, "bos_token", None)
+        if self.papers and self.added:
+            yield f"sequences of {self.text.source} are cut as in the papers' code, so that few begin with {token}: see `bos`"
+        elif len(self.begin) and self._bos == "auto":
+            yield f"each sequence begins with {token}, as the tokenizer begins a text; `bos='no'` leaves it out"
+        empty, refused = self.text.empty + len(self._empty), len(self._refused)
+        if empty + refused:
+            reasons = [f"{empty:,} empty"] if empty else []
+            if refused:
+                reasons.append(f"{refused:,} that the chat template refuses ({next(iter(self._refused.values()))})")
+            verb = "is" if empty + refused == 1 else "are"
+            yield f"{plural(empty + refused, 'row')} of {self.text.source} {verb} left out: {' and '.join(reasons)}"
+        yield from unknown_notes(self._tokenizer, windows, self.text.source)

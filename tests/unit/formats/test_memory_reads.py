@@ -1,0 +1,13 @@
+"""The speed of memory is one that machines have, with the compiled library and without."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from sparsellm.formats import memory_reads
+
+
+def test_bandwidth_is_that_of_memory() -> None:
+    assert 1e8 < memory_reads.stream_bandwidth() < 1e13
+    with mock.patch.object(memory_reads, "load_library", return_value=None):
+        assert 1e8 < memory_reads.stream_bandwidth() < 1e13

@@ -1,0 +1,193 @@
+"""The forms of the progress display: at most 80 columns, plain lines, JSON lines, a live line, a bar, nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from sparsellm.pipeline.display import Display, human_seconds, line, time_left, to_dict
+from sparsellm.pipeline.events import Advanced, Event, Measured, NextRun, Note, Schedule, Stage
+from sparsellm.pipeline.progress import State
+from tests.unit.runs.test_progress import Clock, block
+
+GIB = 2**30
+STATE = State(3, 128, "llama-2-7b, sparsellm, 2:4", "choosing per-layer sparsity (fisher)", 12, 14, 12345, 67890, "sequence",
+              359_000.0, 360_000.0, "model.layers.31.mlp.down_proj  error 0.00123")  # fmt: skip
+
+RUN: list[Event] = [
+    Stage("opening"),
+    Schedule(("measuring dense", "pruning")),
+    Stage("measuring dense"),
+    *(Advanced(done, 20, "sequence") for done in range(1, 21)),
+    Measured("perplexity", "demo", "dense", float("inf"), None),
+    Stage("pruning", 2, 2),
+    Note("pass `samples`"),
+    *(event for index in range(2) for event in (*block(index).layers, block(index))),
+]
+
+
+def play(mode: Any, monkeypatch: pytest.MonkeyPatch, seconds: float = 1.0) -> None:
+    """Display `RUN`, in which this time passes before each event."""
+    clock = Clock()
+    monkeypatch.setattr("sparsellm.pipeline.progress.time.monotonic", clock)
+    monkeypatch.setattr("sparsellm.pipeline.display.REFRESH_SECONDS", 1000.0)
+    monkeypatch.setattr("sparsellm.pipeline.display.memory_in_use", lambda: (GIB, 16 * GIB))
+    display = Display(mode, lambda text: text.replace("`samples`", "--samples"))
+    display._progress.__init__(clock)  # type: ignore[misc]
+    with display:
+        for event in RUN:
+            clock.now += seconds
+            display(event)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_line_fits_and_keeps_what_matters(width: int) -> None:
+    """The longest stage of a large sweep: numbers, time left and memory stay, names are cut."""
+    text = line(STATE, (15 * GIB, 16 * GIB), width)
+    assert len(text) < width
+    for part in ("[3/128] ", "12/14 choosing", ", sequence 12,345/67,890", "49%", "100h00m left", "memory 94%"):
+        assert part in text
+
+
+def test_a_short_line_also_has_the_last_result() -> None:
+    state = State(0, 0, "", "pruning", 2, 3, 4, 24, "layer", 61.0, 100.2, "mean error 0.012")
+    assert line(state, (GIB, 16 * GIB), 80) == "2/3 pruning, layer 4/24  37%  1m01s, 1m41s left  memory 6%  mean error 0.012"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(1e-3, "<1s left"), (0.99, "<1s left"), (1.2, "2s left"), (3601, "1h00m left")])
+def test_time_left_is_never_zero(seconds: float, text: str) -> None:
+    assert time_left(seconds) == text
+    assert not time_left(seconds).startswith(human_seconds(0) + " ")
+
+
+def test_unknown_time_left_is_left_out() -> None:
+    state = State(0, 0, "", "opening", 0, 0, 0, 0, "", 2.0, None, "")
+    assert line(state, (GIB, 16 * GIB), 80) == "opening  2s  memory 6%"
+    assert to_dict(state, (GIB, 16 * GIB))["seconds_left"] is None
+
+
+def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the beginning of stages and at every tenth, without control characters; the note is in the words of the command."""
+    monkeypatch.setenv("COLUMNS", "80")
+    play("auto", monkeypatch)
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert not printed.out
+    assert "\x1b" not in printed.err
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "opening  1s  memory 6%"
+    assert "perplexity on demo, dense: inf" in lines
+    assert "note: pass --samples" in lines
+    assert [text for text in lines if text.startswith("2/2 pruning, layer 0/2")]
+    assert 6 <= len(lines) <= 18
+
+
+def test_a_pipe_gets_a_line_every_30_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    play("plain", monkeypatch, seconds=31.0)
+    assert len([text for text in capsys.readouterr().err.splitlines() if "measuring dense" in text]) == 22
+
+
+def test_json_lines_parse_and_have_all_fields(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    play("json", monkeypatch)
+
+    def no_constant(word: str) -> float:
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = [json.loads(text, parse_constant=no_constant) for text in capsys.readouterr().err.splitlines()]
+    states = [fields for fields in lines if "number" in fields]
+    assert len(states) > 10
+    for fields in states:
+        assert fields.keys() >= {"stage", "stages", "done", "total", "unit", "seconds_left", "memory", "elapsed", "fraction"}
+        assert fields["memory"] == 0.0625
+        assert fields["seconds_left"] is None or fields["seconds_left"] > 0
+    assert {"note": "pass --samples"} in lines
+    assert {"perplexity": "inf", "standard_error": None, "on": "demo", "when": "dense"} in lines
+    assert [fields["stage"] for fields in lines if fields.get("done") == 20] == ["measuring dense"]
+    assert lines[-1]["stage"] == "finished"
+    assert lines[-1]["seconds_left"] == 0
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("quiet", "note: pass --samples\n"), ("off", "")])
+def test_quiet_shows_only_notes_and_off_nothing(
+    mode: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(mode, monkeypatch)
+    assert capsys.readouterr().err == expected
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is wider than the terminal, and only results and notes stay."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    play("auto", monkeypatch)
+    printed = capsys.readouterr().err
+    assert "\x1b[2K" in printed
+    drawn = [part.split("m", 1)[-1] if part.startswith("[") else part for part in printed.replace("\r", "\n").split("\n")]
+    assert any("2/2 pruning, layer 1/2" in text for text in drawn)
+    assert printed.count("\n") <= 6  # live lines overwrite each other
+
+
+def test_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """IPython's display is replaced, since it is not installed for the tests."""
+    shown: list[str] = []
+    handle = types.SimpleNamespace(update=shown.append)
+    module: Any = types.ModuleType("IPython.display")
+    module.HTML, module.display = str, lambda first, display_id: handle
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    play("auto", monkeypatch)
+    assert all(text.startswith("<progress ") for text in shown)
+    assert any("sequence 10/20" in text for text in shown)
+    assert "&lt;" not in shown[0]
+    assert 'value="1"' in shown[-1]
+    assert "note: pass --samples" in capsys.readouterr().err
+
+
+def test_an_error_ends_the_display_without_a_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display("json")
+    display.__enter__()
+    display(Stage("opening"))
+    display.__exit__(ValueError, ValueError("wrong"), None)
+    assert "finished" not in capsys.readouterr().err
+    assert not display._ticker.is_alive()
+
+
+@pytest.mark.parametrize("mode", ["plain", "json", "quiet"])
+def test_what_several_runs_tell_alike_is_displayed_once(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Notes and the dense model's results; those of the pruned models are of each run, and so is a note with other figures."""
+    with Display(mode) as display:
+        for number, value in ((1, 3.0), (2, 4.0), (3, 4.0)):
+            display(NextRun(number, 3, f"{value}"))
+            display(Note("the texts are short"))
+            display(Note(f"damping was raised to {value}"))
+            display(Stage("measuring"))
+            display(Measured("perplexity", "demo", "dense", 2.0, 0.1))
+            display(Measured("perplexity", "demo", "pruned", value, 0.1))
+    shown = capsys.readouterr().err
+    assert shown.count("the texts are short") == 1
+    assert shown.count("damping was raised") == 2
+    assert [shown.count(f"demo{x}") for x in (", dense", ", pruned")] == [0 if mode != "plain" else n for n in (1, 3)]
+    assert [shown.count(f'"when": "{x}"') for x in ("dense", "pruned")] == [0 if mode != "json" else n for n in (1, 3)]
+
+
+def test_the_numbers_of_runs_and_of_stages_stand_apart() -> None:
+    """Each beside what it counts; without room for the name of the run, it is left out and not the stage's."""
+    state = State(1, 8, "trying 48%", "pruning", 1, 8, 0, 0, "", 10.0, 10.0, "")
+    assert line(state, (GIB, 16 * GIB), 80) == "[1/8] trying 48%: 1/8 pruning  50%  10s, 10s left  memory 6%"
+    assert line(state, (GIB, 16 * GIB), 58).startswith("[1/8] 1/8 pruning  50%")
+
+
+def test_a_run_is_named_where_there_is_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with Display("plain") as display:
+        display(NextRun(2, 2, "alps"))
+        display(Schedule(("pruning",)))
+        display(Stage("pruning"))
+    assert capsys.readouterr().err.startswith("[2/2] alps: 1/1 pruning  ")
