@@ -47,7 +47,7 @@ def test_demo_compares_and_writes(
         "alps-accurate",
         "sparsellm",
     ]
-    assert all(row["sparsity"] == pytest.approx(0.8, abs=1e-4) for row in rows[1:])
+    assert all(row["sparsity"] == pytest.approx(0.8, abs=1e-5 if bundled else 1e-4) for row in rows[1:])
     if bundled:
         assert all(row["perplexity"] > rows[0]["perplexity"] for row in rows[1:])
     assert f"{rows[-1]['perplexity']:.3f}" in (tmp_path / "out" / "README.md").read_text()
