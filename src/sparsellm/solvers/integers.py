@@ -101,7 +101,7 @@ class IntegerFormat:
         """The least and the largest integer.
 
         With 4 and 3 bits all numbers in two's complement are used. A sparse matrix with 3 bits has, besides, 2^(bits - 1): its
-        mask says where 0 is, which needs no number then. With 8 bits no side is favoured.
+        mask says where 0 is, which needs no number then. With 8 bits no side is favored.
 
         Args:
             density: The fraction of weights that are kept. Below 1 - 1 / bits, a mask and the kept integers take fewer bits
@@ -112,12 +112,24 @@ class IntegerFormat:
             return -largest, largest
         return -largest - 1, largest + (self.bits == 3 and density < 1 - 1 / self.bits)
 
-    def integer_bytes(self, count: int) -> int:
-        """Bytes of so many integers in a packed file: those of 3 bits are planes of single bits."""
+    def stored_bits(self, shape: tuple[int, int], *, kept: int, used: int) -> int:
+        """Bits of a weight, (out, in), in a packed file, mask and scales included.
+
+        Args:
+            shape: (out, in).
+            kept: Number of weights that are not 0. Without a mask, where that takes less, zeros are integers too.
+            used: Number of groups of four weights that are not all 0.
+        """
+        size = shape[0] * shape[1]
+        integers = min(self._integer_bytes(size), self._integer_bytes(kept) + mask_bytes(size, used))
+        return 8 * integers + shape[0] * self.groups(shape[1]) * SCALE_BITS
+
+    def _integer_bytes(self, count: int) -> int:
+        """Bytes of so many integers: those of 3 bits are planes of single bits."""
         return 3 * -(-count // 8) if self.bits == 3 else -(-count * self.bits // 8)
 
     def bits_per_weight(self, density: float, columns: int) -> float:
-        """Bits that a weight takes in a packed file, mask and scales included, where removed weights are at random positions.
+        """Bits of a number of a weight in a packed file, all included, if removed weights are at random positions.
 
         Args:
             density: The fraction of weights that are kept, in (0, 1]; without a mask where all are.

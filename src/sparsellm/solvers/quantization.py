@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.runtime import devices
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.integers import MASK_WORD, SCALE_BITS, IntegerFormat, mask_bytes
+from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal, check_pivot, conjugate_gradient_refit, inverse_factor_
 
 CLIPS = tuple(1 - step / 40 for step in range(24))
@@ -83,9 +83,8 @@ def packed_bits(weight: Tensor, format: IntegerFormat) -> float:
     keep = weight.flatten() != 0
     fours = torch.nn.functional.pad(keep, (0, -len(keep) % 8)).view(-1, 4).any(1)
     kept, used = (int(x) for x in devices.to_python([keep.count_nonzero(), fours.count_nonzero()]))
-    masked = format.integer_bytes(kept) + mask_bytes(len(keep), used)
-    integers = min(format.integer_bytes(len(keep)), masked)  # without a mask zeros are integers too
-    return (8 * integers + len(weight) * format.groups(weight.shape[1]) * SCALE_BITS) / len(keep)
+    shape = weight.shape[0], weight.shape[1]
+    return format.stored_bits(shape, kept=kept, used=used) / len(keep)
 
 
 def format_fields(weight: Tensor, format: IntegerFormat | None) -> dict[str, Any]:
