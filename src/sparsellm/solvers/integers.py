@@ -31,7 +31,7 @@ SCALE_BITS = 16
 
 
 class Rounded(Protocol):
-    """A record with the format of a tensor in fields of its own; both are None, or the bits, if it is not rounded."""
+    """A record with the format of a tensor in fields of its own; `bits` is None of one that is not rounded."""
 
     @property
     def bits(self) -> int | None:
