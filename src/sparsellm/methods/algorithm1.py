@@ -26,7 +26,7 @@ from sparsellm.methods import (
 )
 from sparsellm.methods.auxiliary_signals import ERROR_TOKENS, AuxiliarySignals
 from sparsellm.methods.layerwise import LayerWise, collect_statistics, measure_layer, problem_of, prune_layer, solve
-from sparsellm.methods.rounding import Rounding
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
@@ -74,7 +74,7 @@ class PublishedSparseLLM:
     scope: frozenset[int] | None = None
     keep_best: bool = False
     keep_zeros: bool = False
-    values: Rounding | None = None
+    values: IntegerValues | None = None
 
     needs_dense_stream: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False

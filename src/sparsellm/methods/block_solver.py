@@ -16,7 +16,7 @@ from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, plan
 from sparsellm.methods.feedforward_problem import SAMPLED, FeedForwardProblem, Weights, moved, weights_of
 from sparsellm.methods.gauss_newton import gauss_newton_changes
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
-from sparsellm.methods.rounding import Rounding
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
@@ -50,7 +50,7 @@ class Settings:
     scope: Scope = "feedforward"
     ridge: float = 1e-3
     keep_zeros: bool = False
-    values: Rounding | None = None
+    values: IntegerValues | None = None
 
     def __post_init__(self) -> None:
         if not self.ridge >= 0 or self.gauss_newton_steps < 0:
@@ -206,7 +206,7 @@ class BlockSolver:
         for name in planned_layers(self._block, self._plan):
             yield replace(self._results[name], zeros=count_zeros(self._block.layer(name).weight))
 
-    def _solve(self, tasks: list[Task], values: Rounding | None = None) -> None:
+    def _solve(self, tasks: list[Task], values: IntegerValues | None = None) -> None:
         """Solve layers toward their targets, in parallel over processes, and write weights, rounded to `values`, and biases.
 
         The list is emptied: without `values`, the curvature and products of a layer are freed as soon as the layer is solved.
@@ -254,13 +254,13 @@ class BlockSolver:
         prior = self._block.layer(task.name).weight.detach().float()
         return task.regression.problem(prior, self._settings.ridge, task.curvature)
 
-    def _rounded(self, task: Task, weight: Tensor, values: Rounding) -> Tensor:
+    def _rounded(self, task: Task, weight: Tensor, values: IntegerValues) -> Tensor:
         """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
         rounded = values.rounded_layer(self._block, task.name, weight, self._layer_problem(task))
         values.broadcast_scales(self._block, task.name, 0)
         return collectives.broadcast(0, rounded)
 
-    def _round_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], values: Rounding) -> None:
+    def _round_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], values: IntegerValues) -> None:
         """Round the input projections, then the output projection, refitted to what they give."""
         names = problem.names
         for task in tasks:
@@ -269,7 +269,7 @@ class BlockSolver:
         task = Task(names[-1], problem.regression(weights), problem.metric)
         self._write_rounded(task, self._refitted(problem, task.regression, weights[names[-1]][0]), values)
 
-    def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: Rounding) -> None:
+    def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: IntegerValues) -> None:
         """Round a weight and write it, with the bias that keeps the mean of the outputs."""
         weight, bias = current
         rounded = self._rounded(task, weight, values)

@@ -23,7 +23,7 @@ from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, 
 from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 if TYPE_CHECKING:
-    from sparsellm.methods.rounding import Rounding
+    from sparsellm.methods.rounding import IntegerValues
 
 LARGEST_DAMPING = 1.0
 """Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
@@ -46,7 +46,7 @@ class LayerWise:
 
     solver: LayerSolver
     keep_zeros: bool = False
-    values: Rounding | None = None
+    values: IntegerValues | None = None
 
     needs_dense_stream: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
@@ -186,7 +186,7 @@ def prune_layer(
     *,
     solver: LayerSolver,
     plan: Plan,
-    values: Rounding | None = None,
+    values: IntegerValues | None = None,
     routed_tokens: int | None = None,
 ) -> LayerResult:
     """Solve one layer, round the weight if there are `values`, and write it."""

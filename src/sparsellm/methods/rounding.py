@@ -16,8 +16,8 @@ from sparsellm.solvers.quantization import Quantized, format_fields, round_compe
 from sparsellm.solvers.statistics import Gram, InputRMS
 
 
-@dataclass(frozen=True)
-class Rounding:
+@dataclass(frozen=True, repr=False)
+class IntegerValues:
     """What the kept weights of each layer are rounded to.
 
     Attributes:
@@ -27,6 +27,11 @@ class Rounding:
 
     format: IntegerFormat | None = None
     by_layer: Mapping[str, IntegerFormat] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """The fields of the format, as the reports of all versions show them."""
+        fields = vars(self.format) if self.format else {"by_layer": self.by_layer}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
     def of(self, full_name: str) -> IntegerFormat:
         """The format of a layer."""

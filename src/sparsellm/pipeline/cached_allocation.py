@@ -14,7 +14,7 @@ from sparsellm.allocation.bits import BitBudget, shapes_of, stored_together
 from sparsellm.allocation.error_curves import ErrorCurve, measure_errors
 from sparsellm.allocation.scores import allocate
 from sparsellm.methods import BlockResult, Plan
-from sparsellm.methods.rounding import Rounding
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.journal import Journal
@@ -43,9 +43,9 @@ class Allocated:
         self._update()
 
     @property
-    def values(self) -> Rounding | None:
+    def values(self) -> IntegerValues | None:
         """Each layer's own integers where bits are shared out, else None."""
-        return Rounding(by_layer=self._formats) if self.budget else None
+        return IntegerValues(by_layer=self._formats) if self.budget else None
 
     def spend(self, result: BlockResult, block: Block) -> None:
         """Share what a finished block leaves of the bits among the blocks that follow: the plan and the values change.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.rounding import Rounding
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pipeline.own_method import ObjectRecipe
 from sparsellm.pipeline.recipe import Recipe
@@ -56,11 +56,11 @@ def method_of(recipe: Recipe, blocks: int) -> BlockMethod:
     )
 
 
-def integer_values(recipe: Recipe) -> Rounding | None:
+def integer_values(recipe: Recipe) -> IntegerValues | None:
     """`values` and `group_size` of a recipe as the methods take them; None if it does not round."""
     if recipe.values is None:
         return None
-    return Rounding(IntegerFormat.parse(recipe.values, recipe.group_size, 1 - recipe.pattern.sparsity))
+    return IntegerValues(IntegerFormat.parse(recipe.values, recipe.group_size, 1 - recipe.pattern.sparsity))
 
 
 def _in_float32(solver: LayerSolver) -> LayerSolver:

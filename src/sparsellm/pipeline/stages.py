@@ -16,7 +16,7 @@ from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.methods import BlockResult, Plan
-from sparsellm.methods.rounding import Rounding
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
@@ -118,7 +118,7 @@ def prune_model(
     metrics: Sequence[Tensor] = []
     factors: Mapping[str, FisherFactors] = {}
     allocated: Allocated | None = None
-    values: Rounding | None = integer_values(recipe) if isinstance(recipe, Recipe) else None
+    values: IntegerValues | None = integer_values(recipe) if isinstance(recipe, Recipe) else None
     with facts or nullcontext(journal) as cache:
         if ready.method.needs_fisher:
             with phase(SENSITIVITIES, report, observer, unit="block") as advance:
