@@ -62,11 +62,11 @@ PHASES: dict[str, tuple[str, ...]] = {
         "methods.feedforward_problem:FeedForwardProblem.curvatures",
     ),
     "sensitivities of the layers": ("activations.sensitivity:layer_sensitivities",),
-    "refinement": ("recovery.block_training:refine_block",),
+    "refinement": ("training.block_training:refine_block",),
     "files": (
         "runtime.offload:DiskList.__getitem__",
         "runtime.offload:DiskList._write",
-        "pruning.journal:Journal.keep",
+        "pipeline.journal:Journal.keep",
         "checkpoints.block_loader:DiskWeights.read",
     ),
 }
@@ -219,6 +219,7 @@ def instrumented(
         wrap: Makes the replacement from the function and the name of the phase.
         phases: By phase, the functions as "module:name".
     """
+    importlib.import_module("sparsellm.formats.transformers_quantizer")  # registers itself while transformers is imported
     modules = [
         importlib.import_module(module.name)
         for module in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")

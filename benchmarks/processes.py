@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from sparsellm.activations.walk import walk
 from sparsellm.methods.layerwise import collect_statistics
 from sparsellm.models.blocks import blocks_of
-from sparsellm.runtime import collectives, watchdog
+from sparsellm.runtime import collectives, process_group
 from sparsellm.solvers.statistics import Gram
 from sparsellm.training.block_training import split_batches
 
@@ -34,7 +34,7 @@ RUNS = 3
 
 def work() -> None:
     """One process: walk through the blocks with the Gram matrix of every layer; the main process prints the seconds."""
-    with watchdog.init_process_group(os.environ) as is_main:
+    with process_group.init_process_group(os.environ) as is_main:
         torch.manual_seed(0)
         config = OPTConfig(hidden_size=768, ffn_dim=3072, num_attention_heads=12, num_hidden_layers=BLOCKS, dropout=0.0)
         model = AutoModelForCausalLM.from_config(config).eval()

@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.checkpoints import packed_files, tensor_index
+from sparsellm.checkpoints import tensor_index
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
 from sparsellm.formats import packed_checkpoint
 from sparsellm.pipeline import conversion, packed_documents
-from sparsellm.solvers import quantization
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
 
@@ -171,7 +170,6 @@ def test_shapes_are_compared_before_tensors_are_decoded(values: str | None, outp
 @pytest.mark.parametrize("size", [65, -64, 2**31, 2**63, 2**64 + 64])
 def test_group_sizes_that_no_kernel_counts_are_refused(size: int, outputs: dict[str, Path], tmp_path: Path) -> None:
     """One of 2^63 columns was negative in the kernels, which then took the scales of the first row for all."""
-    assert packed_files.GROUP_SIZES == quantization.GROUP_SIZES
     folder = tmp_path / "packed"
     sparsellm.pack(outputs["opt"], folder, values="int4", group_size=64)
     file = folder / "model.safetensors"

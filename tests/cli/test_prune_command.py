@@ -334,7 +334,7 @@ def test_a_model_that_is_pruned_already(known: bool, tiny: dict[str, Path], tmp_
     assert f"magnitude, 30 % to be zero, unstructured; {zeros}." in card
     assert card.count(zeros) == 2
     assert advice in card
-    assert f"30%; {zeros}" in str(saved)
+    assert f"30 % to be zero, unstructured; {zeros}" in str(saved)
     assert saved.totals.sparsity_before == 0.5
     pytest.importorskip("matplotlib")
     page = sparsellm.report(out).read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")

@@ -91,12 +91,16 @@ def test_what_the_dense_model_shows_is_found_once(
         monkeypatch.setattr(place, counted)
 
     for place in (
-        "runs.stages.iterate_output_sensitivities",
+        "pipeline.stages.iterate_output_sensitivities",
         "activations.fisher.run_backward",
-        "runs.stages.generate_samples",
+        "pipeline.stages.generate_samples",
     ):
         count(f"sparsellm.{place}")
-    for place in ("runs.measuring.measure_perplexity", "runs.token_sequences.draw_windows", "runs.token_sequences.read_test"):
+    for place in (
+        "pipeline.measuring.measure_perplexity",
+        "pipeline.token_sequences.draw_windows",
+        "pipeline.token_sequences.read_test",
+    ):
         count(f"sparsellm.{place}")
     texts = ("--calibration", text_file, "--evaluate", text_file)
     done = command(

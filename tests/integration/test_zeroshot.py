@@ -335,7 +335,7 @@ def test_a_sweep_measures_a_changed_task_again(tiny: dict[str, Path], own_tasks:
     outcomes = sparsellm.sweep(content | {"axes": {"sparsity": ["60%"]}}, tmp_path / "out")
     expected = evaluate(str(tiny["llama"]), task=str(mine)).accuracy[str(mine)]
     assert outcomes[0].report is not None
-    assert outcomes[0].report.tasks[str(mine)].dense.value == expected.value
+    assert outcomes[0].report.tasks[str(mine)]["dense"].value == expected.value
 
 
 @WITH
