@@ -52,7 +52,7 @@ def test_a_user_without_a_home(tiny: dict[str, Path], text_file: Path, tmp_path:
         ("prune", "MODEL", "out", "--method", "magnitude", "--task", "boolq", "--task-data", "~nosuchuser/tasks"),
         ("prune", "MODEL", "out", "--method", "magnitude", "--architecture", "~nosuchuser/form.yaml"),
         ("prune", "--config", "~nosuchuser/recipe.yaml", "out"),
-        ("recover", "~nosuchuser/pruned", "out", "--calibration", "demo"),
+        ("recover", "~nosuchuser/pruned", "out", "--against", "demo:opt", "--calibration", "demo"),
         ("plan", "MODEL", "--method", "magnitude", "--evaluate", "~nosuchuser/text.txt"),
         ("evaluate", "MODEL", "--text", "~nosuchuser/text.txt"),
         ("search", "MODEL", "~nosuchuser/out", "--method", "magnitude", "--max-size", "1MB"),

@@ -88,7 +88,7 @@ def test_an_unfinished_output_is_no_model(words: tuple[object, ...], tmp_path: P
         ("evaluate", model, "--text", "demo", "--against", out),
         ("plan", out, *rest),
         ("prune", out, other, *rest),
-        ("recover", out, other, "--calibration", "demo"),
+        ("recover", out, other, "--against", model, "--calibration", "demo"),
         ("bench", out),
         ("verify", out),
         ("report", out),

@@ -295,7 +295,7 @@ def test_processes_that_differ_are_refused(
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("recover", "missing", "out", "--calibration", "demo"), 1, "error: missing"),
+        (("recover", "missing", "out", "--against", "demo:opt", "--calibration", "demo"), 1, "error: missing"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (

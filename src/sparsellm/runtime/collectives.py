@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm.errors import LostProcess
+from sparsellm.runtime.devices import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -182,7 +183,7 @@ def _wait(work: dist.Work) -> None:
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
         work.wait()
-    except LostProcess:
-        raise
     except RuntimeError as error:
+        if isinstance(error, LostProcess) or is_out_of_memory(error):
+            raise
         raise lost(f"Communication between the processes failed ({str(error).partition(chr(10))[0]})") from error
