@@ -18,7 +18,7 @@ from sparsellm.formats.encoding import decode, encode
 from sparsellm.formats.parts import PARTS
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Quantized, round_to_nearest
-from tests.unit.sparse.test_encoding import mutate, size
+from tests.unit.formats.test_encoding import mutate, size
 
 SHAPES = [(1, 1), (1, 9), (3, 64), (7, 65), (16, 24), (5, 127), (33, 40), (2, 1000)]
 

@@ -17,7 +17,7 @@ from sparsellm.formats.bitmask import PADDING, Bitmask, unpack_bits
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_negative_zeros
 from sparsellm.solvers.quantization import Quantized
-from tests.unit.sparse.test_kernels import DTYPES, SETS, before_guard_page, compiled, random_tokens, slow_product
+from tests.unit.formats.test_kernels import DTYPES, SETS, before_guard_page, compiled, random_tokens, slow_product
 
 FORMATS = ((8, 0), (8, 64), (4, 0), (4, 128), (3, 192))
 """Bits and group sizes."""

@@ -12,7 +12,7 @@ import pytest
 from sparsellm.pipeline.display import Display, human_seconds, line, time_left, to_dict
 from sparsellm.pipeline.events import Advanced, Event, Measured, NextRun, Note, Schedule, Stage
 from sparsellm.pipeline.progress import State
-from tests.unit.runs.test_progress import Clock, block
+from tests.unit.pipeline.test_progress import Clock, block
 
 GIB = 2**30
 STATE = State(3, 128, "llama-2-7b, sparsellm, 2:4", "choosing per-layer sparsity (fisher)", 12, 14, 12345, 67890, "sequence",

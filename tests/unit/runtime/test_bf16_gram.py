@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsellm.runtime import bf16_gram
 from sparsellm.solvers.statistics import CrossMoment, Gram
 from tests.pairwise import pairwise
-from tests.unit.sparse.test_kernels import before_guard_page
+from tests.unit.formats.test_kernels import before_guard_page
 
 compiled = pytest.mark.skipif(
     bf16_gram.load_library() is None, reason="the kernel is not compiled (python hatch_build.py), or not for this processor"
