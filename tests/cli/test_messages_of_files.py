@@ -125,12 +125,16 @@ def test_names_stay_whole_in_narrow_tables() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_results_that_cannot_be_printed(tiny: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_results_that_cannot_be_printed(unbuffered: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     """The output is complete, and the disk is not what is full."""
     command = [sys.executable, "-m", "sparsellm", "prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--quiet"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*map(str, command)], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 1
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        words = [*map(str, command)]
+        done = subprocess.run(words, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1
     assert "The result cannot be printed: No space left on device. What the command wrote to files is complete." in done.stderr
     assert (tmp_path / "out" / "sparsellm.json").exists()
 

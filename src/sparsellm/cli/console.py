@@ -11,7 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ def report_errors(context: typer.Context) -> Iterator[None]:
         words, show_note = partial(in_options, context=context), partial(print_note, context=context)
         with wording(words), remarks_to(lambda text, is_new: show_note(text) if is_new else None):
             yield
+            sys.stdout.flush()  # what cannot be printed is known here, not when Python ends
     except KeyboardInterrupt as interrupt:
         notes = getattr(interrupt, "__notes__", ["nothing was written"])
         print_line(stderr, in_options("; ".join(["interrupted", *(note.removesuffix(".") for note in notes)]), context))
@@ -52,6 +53,9 @@ def report_errors(context: typer.Context) -> Iterator[None]:
             raise
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         print_error(printable(f"{_error_text(error, context)}{notes}", 4 * MAX_MESSAGE), context)
+        if isinstance(error, OSError) and _is_of_printing(error):
+            with suppress(OSError):  # otherwise Python writes what is left in the stream when it ends, and ends with status 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
