@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -77,7 +78,11 @@ class Members:
         number, count, is_told = collectives.rank(), len(self._locations), reason == LAUNCHER
         with suppress(RuntimeError):
             self._store.set(_key(number), f"{FAILED}: {LAUNCHER}" if is_told else ENDED)
-        self._listen(number, 1.0 if is_told else LISTENING)
+        seconds = 1.0 if is_told else LISTENING
+        # With a cut network the store does not answer, and its time limit does not hold: the thread then ends with the process.
+        listening = threading.Thread(target=self._listen, args=(number, seconds), daemon=True)
+        listening.start()
+        listening.join(seconds + 1)
         failed = {rank: text for rank, text in self._said.items() if text.startswith(FAILED)}
         causes = {rank: text for rank, text in failed.items() if not text.endswith(LAUNCHER)}
         silent = {rank: UNREACHABLE for rank in range(count) if rank != number and rank not in self._said}
