@@ -26,16 +26,18 @@ def run(
     killed_at: tuple[str, bytes] | None = None,
     counted: tuple[str, str] | None = None,
     last: int | None = None,
+    at_last: signal.Signals = signal.SIGKILL,
 ) -> None:
     """The command line of `short_training` in a process of its own, what it prints in a file.
 
     Args:
         killed_at: A journal and a part of one of its lines: the process ends by SIGKILL as soon as that line is durable.
         counted: A folder, and a file that gets a byte for each change in the folder and its subfolders just before it.
-        last: The number of a counted change: the process ends by SIGKILL just before it.
+        last: The number of a counted change.
+        at_last: The signal that the process sends to itself just before that change: SIGKILL ends it, SIGSTOP stops it.
     """
     if counted is not None:
-        _count_changes(*counted, last)
+        _count_changes(*counted, last, at_last)
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -55,8 +57,8 @@ def run(
     app(words)
 
 
-def _count_changes(folder: str, file: str, last: int | None) -> None:
-    """Append a byte to a file before each change below a folder, and end by SIGKILL before the `last`."""
+def _count_changes(folder: str, file: str, last: int | None, at_last: signal.Signals) -> None:
+    """Append a byte to a file before each change below a folder, and send a signal to this process before the `last`."""
     stream = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     number = 0
 
@@ -73,7 +75,7 @@ def _count_changes(folder: str, file: str, last: int | None) -> None:
         if removes_in_open_folder or any(path.startswith(folder) for path in paths):
             number += 1
             if number == last:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), at_last)
             os.write(stream, b".")
 
     sys.addaudithook(count)
@@ -95,6 +97,18 @@ def started(server: ForkServerContext, words: Sequence[object], output: Path) ->
     """Start the command line; its output is appended to a file."""
     process = server.Process(target=run, args=([*map(str, words)], str(output)))
     process.start()
+    return process
+
+
+def stopped(server: ForkServerContext, words: Sequence[object], output: Path, folder: Path, last: int) -> ForkServerProcess:
+    """Start the command line, and return when it has stopped just before its `last` change below a folder, or ended before."""
+    file = folder.with_name(f"{folder.name}.changes")
+    counted = (str(folder), str(file))
+    process = server.Process(target=run, args=([*map(str, words)], str(output), None, counted, last, signal.SIGSTOP))
+    process.start()
+    stat = Path(f"/proc/{process.pid}/stat")
+    while process.is_alive() and stat.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
     return process
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -151,8 +152,11 @@ def test_killed_at_random_moments(name: str, server: ForkServerContext, places: 
     assert "Traceback" not in said.read_text()
 
 
-RACES = int(os.environ.get("RACES", "1"))
-"""Of each command with a second one, at random delays; by default with one other command, else with every one."""
+RACES = int(os.environ.get("RACES", "2"))
+"""Of each command with a second one, half at random delays and half while the first one stands before a change of files.
+
+By default the second one is drawn; with more than two, each command is the second of each.
+"""
 
 TOLD = ("Another process is working on", "exists", "is unfinished", "one that holds no files")
 """What the second command is told, by when it came."""
@@ -161,29 +165,42 @@ RACING = ("wanda, streamed", "several", "recover", "gradual", "search", "pack", 
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server, SIGSTOP and /proc")
 @pytest.mark.parametrize("first", RACING)
 def test_two_commands_on_one_output(first: str, server: ForkServerContext, places: dict[str, Path], tmp_path: Path) -> None:
-    """Whichever comes first finishes, and the other one is told; what is there is the first one's, as if it was alone."""
+    """Whichever locks the output first finishes, and the other one is told; what is there is the winner's, as if it was alone.
+
+    Where the first one stands before one of its changes of files, the second runs from its start to its end.
+    """
     generator = random.Random(first)
     alone: dict[str, tuple[float, dict[str, str]]] = {}
 
     def words(name: str, out: Path) -> list[str]:
         return [word.format(out=out, **places) for word in LINES[name]]
 
-    names = RACING if RACES > 1 else (first, generator.choice(RACING))
-    for name in dict.fromkeys(names):
+    names = RACING if RACES > 2 else (generator.choice(RACING),)
+    for name in dict.fromkeys((first, *names)):
         out = tmp_path / "alone" / name.split(",")[0] / "out"
         out.parent.mkdir(parents=True)
         seconds = processes.finished(server, words(name, out), tmp_path / "said.txt")
         alone[name] = seconds, contents(out.parent)
-    for number, second in enumerate(name for _ in range(RACES) for name in dict.fromkeys(names)):
+    counted = tmp_path / "counted" / "out"
+    counted.parent.mkdir()
+    changes = processes.changes(server, words(first, counted), tmp_path / "said.txt", counted.parent)
+    stops = itertools.cycle(generator.sample(range(1, changes + 1), changes))
+    for number, second in enumerate(name for _ in range(RACES) for name in names):
         out = tmp_path / f"{number}" / "out"
         out.parent.mkdir()
         said = [tmp_path / f"said-{number}-{place}.txt" for place in (0, 1)]
-        running = [processes.started(server, words(first, out), said[0])]
-        time.sleep(generator.uniform(0, 1.05) * alone[first][0])
-        running.append(processes.started(server, words(second, out), said[1]))
+        if number // len(names) % 2:
+            running = [processes.started(server, words(first, out), said[0])]
+            time.sleep(generator.uniform(0, 1.05) * alone[first][0])
+            running.append(processes.started(server, words(second, out), said[1]))
+        else:
+            running = [processes.stopped(server, words(first, out), said[0], out.parent, next(stops))]
+            running.append(processes.started(server, words(second, out), said[1]))
+            running[1].join(120)
+            os.kill(running[0].pid or 0, signal.SIGCONT)
         for process in running:
             process.join(120)
         told = [file.read_text() for file in said]
@@ -194,3 +211,4 @@ def test_two_commands_on_one_output(first: str, server: ForkServerContext, place
         assert loser.count("error:") == 1, loser
         assert any(part in loser for part in TOLD), loser
         assert "Traceback" not in "".join(told), told
+        shutil.rmtree(out.parent)

@@ -51,7 +51,6 @@ def locked(output: str | Path) -> Iterator[Path]:
         return
     recover_output(path)
     removable = not path.exists() or (path / WORK).exists()
-    (path / WORK).mkdir(parents=True, exist_ok=True)
     _acquire(lock, path)
     try:
         _remove_stale(path / WORK)
@@ -99,22 +98,29 @@ def recover_output(output: str | Path) -> None:
     path = _normalized_path(output)
     replaced = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.old")
     for old in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
-        if not replaced.fullmatch(old.name) or not _was_replaced(old):
-            continue
-        lock = FileLock(old / WORK / LOCK, timeout=0)
-        try:
-            if (old / WORK / LOCK).exists():  # otherwise its removal was interrupted
-                _acquire(lock, path)
-            if not (old / WORK / EXPORT).exists():
-                _remove_replaced(old)
-            elif not path.exists():
-                old.rename(path)
-                (path / WORK / REPLACED).unlink()
-        except CannotResume:
-            if not path.exists():
-                raise
-        finally:
-            lock.release()
+        if replaced.fullmatch(old.name):
+            with suppress(FileNotFoundError):  # another process cleans up at the same time
+                _recover_replaced(old, path)
+
+
+def _recover_replaced(old: Path, path: Path) -> None:
+    """Move the finished output in `old` to its name, or remove what is left of a replaced one; nothing for a user's folder."""
+    if not _was_replaced(old):
+        return
+    lock = FileLock(old / WORK / LOCK, timeout=0)
+    try:
+        if (old / WORK / LOCK).exists():  # otherwise its removal was interrupted
+            _acquire(lock, path)
+        if not (old / WORK / EXPORT).exists():
+            _remove_replaced(old)
+        elif not path.exists():
+            old.rename(path)
+            (path / WORK / REPLACED).unlink()
+    except CannotResume:
+        if not path.exists():
+            raise
+    finally:
+        lock.release()
 
 
 def _was_replaced(folder: Path) -> bool:
@@ -200,10 +206,11 @@ def _normalized_path(output: str | Path) -> Path:
 
 
 def _acquire(lock: FileLock, path: Path) -> None:
-    """Acquire a lock without waiting, or raise CannotResume."""
+    """Acquire a lock without waiting, in a folder that is made where it is missing, or raise CannotResume."""
     try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except Timeout:
+    except (Timeout, FileNotFoundError):  # the process that held it may remove the folder just now
         raise CannotResume(f"Another process is working on {path}. Wait for it, or choose another output.") from None
 
 
