@@ -25,7 +25,7 @@ from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.estimates import free_disk
 from sparsellm.pipeline.events import EventLog
 from sparsellm.pipeline.output_folder import ANEW, CARD, LOG, REPORT, WORK, check_writable, files_outside_work
-from sparsellm.pipeline.output_lock import first_link, locked, replacing
+from sparsellm.pipeline.output_lock import first_link, locked, not_moved, replacing
 from sparsellm.pipeline.outputs import foreign_file
 from sparsellm.pipeline.publication import Paths, clean_copies, clean_settings
 from sparsellm.pipeline.quantized_output import save_scales
@@ -172,8 +172,9 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     path = check_writable(output, overwrite, dense)
     if not path.exists():
         return path
-    link = first_link(path)
-    reason = f"{link.relative_to(path)}, which is a link" if link else foreign_file(path, files_outside_work(path))
+    with not_moved(path):
+        link = first_link(path)
+        reason = f"{link.relative_to(path)}, which is a link" if link else foreign_file(path, files_outside_work(path))
     if reason:
         raise OutputExists(f"{output} holds {reason}. Move it away yourself, or choose another output.")
     return path

@@ -9,7 +9,7 @@ from pathlib import Path
 from sparsellm.checkpoints.files import UNFINISHED
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.pipeline.output_lock import WORK as WORK
-from sparsellm.pipeline.output_lock import aside, recover_output
+from sparsellm.pipeline.output_lock import aside, not_moved, recover_output
 from sparsellm.texts.json_files import is_text
 from sparsellm.texts.paths import check_machine, local_path
 
@@ -60,8 +60,9 @@ def check_writable(output: str | Path, overwrite: bool = False, dense: str | Pat
             f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
         )
     recover_output(path)
-    is_begun = (path / WORK).is_dir() and not files_outside_work(path)
-    if path.exists() and not overwrite and not is_begun and not is_empty(path):
+    with not_moved(path):
+        is_free = not path.exists() or is_empty(path) or ((path / WORK).is_dir() and not files_outside_work(path))
+    if not overwrite and not is_free:
         raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
     parent = check_place(output, path)
     for name in (*path.relative_to(parent).parts, aside(path).name):

@@ -207,10 +207,17 @@ def _normalized_path(output: str | Path) -> Path:
 
 def _acquire(lock: FileLock, path: Path) -> None:
     """Acquire a lock without waiting, in a folder that is made where it is missing, or raise CannotResume."""
-    try:
+    with not_moved(path):
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except (Timeout, FileNotFoundError):  # the process that held it may remove the folder just now
+
+
+@contextmanager
+def not_moved(path: Path) -> Iterator[None]:
+    """Context that reads an output which another process may be moving or removing: raises CannotResume if it does."""
+    try:
+        yield
+    except (Timeout, FileNotFoundError):
         raise CannotResume(f"Another process is working on {path}. Wait for it, or choose another output.") from None
 
 
