@@ -36,8 +36,8 @@ from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.sequential import prune_blocks
 from sparsellm.solvers.integers import SCALE_BITS, IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern
@@ -103,7 +103,7 @@ class Task:
         folder = self.work / f"{self.name}-{sparsity}-{seed}"
         if not folder.is_dir():
             settings = self.settings(seed) | {"model": self.model, "sparsity": f"{sparsity}%"}
-            run(read_recipe(settings)).save_pretrained(folder)
+            prune_run(read_recipe(settings)).save_pretrained(folder)
         return folder
 
     def recovered(self, sparsity: int, seed: int) -> Path:
@@ -197,7 +197,7 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
     def in_one_run(size: dict[str, Any], recovered: bool = False) -> tuple[Any, float]:
         settings = task.settings(seed) | {"model": task.model} | size
         with tempfile.TemporaryDirectory() as folder:
-            output = run(read_recipe(settings)).save_pretrained(f"{folder}/pruned")
+            output = prune_run(read_recipe(settings)).save_pretrained(f"{folder}/pruned")
             if recovered:  # the steps of `effort="best"`, which in bfloat16 would round the products of pruning too
                 output = task.recover(output, seed).save_pretrained(f"{folder}/recovered")
             stored = sparsellm.pack(output, f"{folder}/packed").bits

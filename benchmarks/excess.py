@@ -36,8 +36,8 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.pipeline.display import plus_minus
 from sparsellm.pipeline.events import Stage
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run import run
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
 
@@ -79,7 +79,7 @@ def measure_model(words: argparse.Namespace) -> None:
                             "sequence_length": LENGTH,
                         } | CUT
                         clock = Clock()
-                        result = run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}), clock)
+                        result = prune_run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}), clock)
                         seconds = clock.seconds()
                         found = measured(result.model, tests)
                         cell = {"excess": math.log(found.value / dense.value), "perplexity": found.value}

@@ -31,10 +31,11 @@ from results import split_stories
 import sparsellm
 from sparsellm.pipeline.events import GENERATING, TRAINING
 from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery import read_recovery
-from sparsellm.pipeline.run import run
-from sparsellm.pipeline.training import count_generated
+from sparsellm.pipeline.training import ModelTraining
 from sparsellm.training import masked_training
 
 PATTERNS = ("70%", "80%", "90%", "2:4")
@@ -93,7 +94,7 @@ def measure(words: argparse.Namespace) -> None:
                         continue
                     pruned = folder / f"{pruner}-{pattern.replace(':', '-')}-{seed}"
                     recipe = read_recipe({"model": words.model, "sparsity": pattern, "seed": seed, **data, **PRUNERS[pruner]})
-                    run(recipe, shared=shared).save_pretrained(pruned)
+                    prune_run(recipe, shared=shared).save_pretrained(pruned)
                     for road in missing:
                         if road == GRADUAL:
                             record(file, keys[road], _gradual(words.model, pattern, pruned, {**data, "seed": seed}))
@@ -109,21 +110,21 @@ def time_roads(words: argparse.Namespace) -> None:
         folder = Path(name)
         data = texts(words, folder)
         pruning = read_recipe({"model": words.model, "method": "sparsegpt", "sparsity": "80%", **data})
-        run(pruning).save_pretrained(folder / "pruned")
+        prune_run(pruning).save_pretrained(folder / "pruned")
         for road in (road for road in TIMED_ROADS if road in words.roads):
             settings = {"model": words.model, "pruned": str(folder / "pruned"), "steps": TIMED_STEPS, **PRODUCTS}
             recipe = read_recovery({**settings, **data, **ROADS[road]})
-            report = run(recipe).report
+            report = recover_run(recipe).report
             record(file_of(words.model), f"seconds | {road}", {"seconds": report.seconds[TRAINING], "count": TIMED_STEPS})
             if road == "full":
-                count = count_generated(recipe, SAMPLES, LENGTH)
+                count = ModelTraining(recipe.model_steps).count_generated(SAMPLES, LENGTH)
                 record(file_of(words.model), "seconds | text", {"seconds": report.seconds[GENERATING], "count": count})
 
 
 def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: DenseCache) -> dict[str, Any]:
     """The perplexities before and after a recovery."""
     recipe = read_recovery({"model": model, "pruned": str(pruned), **settings})
-    report = run(recipe, shared=shared).report
+    report = recover_run(recipe, shared=shared).report
     (text,) = report.perplexity
     dense, before, after = report.in_order(text)
     assert report.recovered is not None

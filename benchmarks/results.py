@@ -24,8 +24,8 @@ from measuring import CUT, MEASURED, markdown_table, read_figures, write_figures
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.pipeline.display import plus_minus
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run import run
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
 
@@ -68,7 +68,7 @@ def measure_model(model: str, stories: Path | None) -> None:
                 key = f"{label} | {pattern}"
                 if key in data["cells"]:
                     continue
-                result = run(read_recipe({**settings, **method, "sparsity": pattern}))
+                result = prune_run(read_recipe({**settings, **method, "sparsity": pattern}))
                 seconds = round(result.report.seconds["pruning"], 2)
                 cell = {"sparsity": result.report.sparsity, "seconds": seconds}
                 data["cells"][key] = _perplexity(result.model, tests) | cell

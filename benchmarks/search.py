@@ -24,8 +24,8 @@ from measuring import MEASURED, markdown_table, read_figures, record
 
 import sparsellm
 from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run import run
 from sparsellm.studies.search import bisect
 from sparsellm.studies.several import output_folders, run_each
 
@@ -37,12 +37,12 @@ SEVERAL = ("50%", "60%", "70%")
 def measure(model: str, settings: dict[str, Any]) -> None:
     """Measure a model, and record the figures."""
     fast = read_recipe({"model": model, **settings, "effort": "fast"})
-    run(fast)  # imports
+    prune_run(fast)  # imports
     with tempfile.TemporaryDirectory() as folder:
         started, curve = time.process_time(), []
         shared = DenseCache(Path(folder) / "dense")
         for percent in range(1, HIGHEST + 1):
-            report = run(fast.model_copy(update={"sparsity": f"{percent}%"}), shared=shared).report
+            report = prune_run(fast.model_copy(update={"sparsity": f"{percent}%"}), shared=shared).report
             pair = report.perplexity[settings["evaluate"]]
             curve.append(pair["pruned"].value / pair["dense"].value - 1)
         swept = time.process_time() - started

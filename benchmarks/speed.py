@@ -36,8 +36,8 @@ from transformers import AutoConfig
 from sparsellm.cli.allocator import manage_memory
 from sparsellm.pipeline.costs import rates
 from sparsellm.pipeline.events import Stage, combine_observers
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.runtime.memory import peak_memory
 
@@ -152,7 +152,7 @@ def run_one(model: Path, settings: Mapping[str, Any], windows: int, *, count: bo
     with tempfile.TemporaryDirectory() as folder, work_directory(f"{folder}/out", resume=False, restart=False) as work:
         with instrumented(phases.wrap, PHASES), phases if count else torch.no_grad():
             phases.restart()  # after the imports
-            result = run(recipe, combine_observers(manage_memory, observe), work=work)
+            result = prune_run(recipe, combine_observers(manage_memory, observe), work=work)
         phases.enter("end")
         result.save_pretrained(f"{folder}/out")
     left_out = {"opening", "reading texts", "loading", "end"}

@@ -33,9 +33,9 @@ from transformers import LlamaConfig
 import sparsellm
 from sparsellm.pipeline.costs import BlockShapes, Cost, block_cost, rates
 from sparsellm.pipeline.events import LOADING, Stage
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.recipe_methods import method_of
-from sparsellm.pipeline.run import run
 from sparsellm.solvers.patterns import parse_pattern
 
 FILE, GPU_FILE = MEASURED / "width.json", MEASURED / "width-gpu.json"
@@ -138,7 +138,7 @@ def seconds_on(device: torch.device, settings: dict[str, Any]) -> dict[str, floa
             stage = event.name
 
     torch.cuda.reset_peak_memory_stats(device)
-    run(read_recipe(settings | {"device": str(device)}), observe)
+    prune_run(read_recipe(settings | {"device": str(device)}), observe)
     return {"seconds": now(device) - started, "memory": float(torch.cuda.max_memory_allocated(device))}
 
 

@@ -16,6 +16,8 @@ from sparsellm.methods import BlockMethod, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import sequential
+from sparsellm.pipeline.recover import recover_blocks
+from sparsellm.pipeline.recovery import BlockRecovery
 from sparsellm.pipeline.sequential import Step
 
 
@@ -35,14 +37,15 @@ def walk(
 def prune_blocks(
     model: PreTrainedModel,
     batches: Sequence[Tensor],
-    method: BlockMethod,
+    method: BlockMethod | BlockRecovery,
     plan: Plan,
     compute: torch.dtype | None = None,
     **settings: Any,
 ) -> Iterator[Step]:
-    """`sparsellm.pipeline.sequential.prune_blocks` with the metrics that the method needs."""
+    """`sparsellm.pipeline.sequential.prune_blocks`, or `recover_blocks`, with the metrics that the method needs."""
     fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
     one = loaded(model, compute, **fields)
     if method.needs_fisher and plan and "metrics" not in settings:
         settings["metrics"] = output_sensitivities(one, batches)
-    yield from sequential.prune_blocks(one, batches, method, plan, **settings)
+    change = recover_blocks if isinstance(method, BlockRecovery) else sequential.prune_blocks
+    yield from change(one, batches, method, plan, **settings)  # type: ignore[operator]

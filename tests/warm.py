@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.workspace import work_directory
 from tests.conftest import byte_tokenizer
 
@@ -27,7 +27,7 @@ with tempfile.TemporaryDirectory() as folder:
         model=str(model), method="wanda", sparsity="50%", calibration=str(text), samples=2, sequence_length=16, offload=True
     )
     with work_directory(out) as work:
-        run(recipe, work=work).save_pretrained(out)
+        prune_run(recipe, work=work).save_pretrained(out)
 
 os.fsync = lambda descriptor: None  # as in tests/conftest.py
 gc.collect()

@@ -50,8 +50,8 @@ def models(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(scope="session")
 def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The five outputs; not to be written to."""
+    from sparsellm.pipeline.prune import prune_run
     from sparsellm.pipeline.recipe_file import read_recipe
-    from sparsellm.pipeline.run import run
     from sparsellm.pipeline.workspace import work_directory
 
     made: dict[str, Path] = {}
@@ -59,7 +59,7 @@ def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         out = tmp_path_factory.mktemp("outputs") / name
         recipe = read_recipe({"model": str(models[model]), "method": "magnitude", **settings})
         with work_directory(out) as work:
-            made[name] = run(recipe, work=work).save_pretrained(out)
+            made[name] = prune_run(recipe, work=work).save_pretrained(out)
     return made
 
 

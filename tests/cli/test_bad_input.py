@@ -413,7 +413,7 @@ def test_interruption_leaves_nothing(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparsellm.pipeline.stages.prune_blocks", interrupt)
+    monkeypatch.setattr("sparsellm.pipeline.prune.prune_blocks", interrupt)
     result = command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
     assert result.exit_code == 130
     assert "interrupted" in result.stderr

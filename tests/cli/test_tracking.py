@@ -150,7 +150,7 @@ def test_a_run_that_is_cut_off_is_ended(tiny: dict[str, Path], monkeypatch: pyte
     with pytest.raises(InvalidSetting), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", include="fc9", observe=tracked)
     assert (own.runs, own.started) == ([], 0)
-    monkeypatch.setattr("sparsellm.pipeline.stages.prune_blocks", interrupt)
+    monkeypatch.setattr("sparsellm.pipeline.prune.prune_blocks", interrupt)
     with pytest.raises(KeyboardInterrupt), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", observe=tracked)
     assert own.finished == 1

@@ -24,7 +24,7 @@ from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import compute_dtype, planning, startup
 from sparsellm.pipeline.compute_dtype import bf16_speedup, choose_products
 from sparsellm.pipeline.costs import work
-from sparsellm.pipeline.events import RECOVERING, TRAINING
+from sparsellm.pipeline.events import PRUNING, RECOVERING, TRAINING
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
@@ -144,8 +144,9 @@ def test_choice(
     for width in (512, 511):
         config = SimpleNamespace(get_text_config=lambda width=width: SimpleNamespace(hidden_size=width))
         source = SimpleNamespace(dtype=lambda _: stored)
-        ready = SimpleNamespace(source=source, device=torch.device(device), skeleton=SimpleNamespace(config=config))
-        assert choose_products(recipe, cast(Prepared, ready)) is (None if setting == "auto" and width < 512 else expected)
+        fields = {"source": source, "device": torch.device(device), "skeleton": SimpleNamespace(config=config)}
+        ready = SimpleNamespace(recipe=recipe, stage=PRUNING, **fields)
+        assert choose_products(cast(Prepared, ready)) is (None if setting == "auto" and width < 512 else expected)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,9 @@ def test_choice_of_a_recovery(
     """Models are trained in float32 on every device, so that `auto` chooses there alike, at every width."""
     speedup(gain)
     recipe = RecoveryRecipe(model="m", pruned="p", calibration="demo", compute_dtype=setting)  # type: ignore[arg-type]
-    ready = SimpleNamespace(source=SimpleNamespace(dtype=lambda _: stored), device=torch.device(device))
-    assert choose_products(recipe, cast(Prepared, ready)) is expected
+    source = SimpleNamespace(dtype=lambda _: stored)
+    ready = SimpleNamespace(source=source, device=torch.device(device), recipe=recipe, stage=RECOVERING)
+    assert choose_products(cast(Prepared, ready)) is expected
 
 
 @pytest.mark.parametrize("scope", ["model", "block"])
@@ -181,7 +183,7 @@ def test_plans_count_the_gain_of_a_training(
     given: dict[str, Any] = {"pruned": str(out), "model": str(tiny["opt"]), "calibration": str(text_file), "scope": scope}
     given |= {"samples": 8, "sequence_length": 32, "steps": 4}
     seconds = [
-        {stage.name: stage.seconds for stage in planning.plan_run(read_recovery({**given, "compute_dtype": dtype})).stages}
+        {stage.name: stage.seconds for stage in planning.plan_recovery(read_recovery({**given, "compute_dtype": dtype})).stages}
         for dtype in ("float32", "bfloat16")
     ]
     trained = TRAINING if scope == "model" else RECOVERING
@@ -201,8 +203,9 @@ def test_float32_is_that_of_the_solver_too(asked: str, rounds: bool) -> None:
 def test_magnitude_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without passes has no products to choose."""
     monkeypatch.setattr(compute_dtype, "bf16_speedup", None)
-    ready = SimpleNamespace(source=SimpleNamespace(dtype=lambda _: HALF), device=CPU)
-    assert choose_products(Recipe(model="m", method="magnitude"), cast(Prepared, ready)) is None
+    recipe, source = Recipe(model="m", method="magnitude"), SimpleNamespace(dtype=lambda _: HALF)
+    ready = SimpleNamespace(source=source, device=CPU, recipe=recipe, stage=PRUNING)
+    assert choose_products(cast(Prepared, ready)) is None
 
 
 def pruned(model: Path, text: Path, out: Path, **settings: Any) -> tuple[dict[str, Tensor], str]:
@@ -264,9 +267,9 @@ def test_resumed_run_keeps_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for number, (first, second) in enumerate([(HALF, None), (None, HALF)]):
         folder = tmp_path / str(number)
         monkeypatch.setattr(startup, "choose_products", lambda *_, dtype=first: dtype)
-        begun = startup._agree_on_products(cast(Any, None), cast(Any, None), Journal.begin(folder, {}))
+        begun = startup._agree_on_products(cast(Any, None), Journal.begin(folder, {}))
         monkeypatch.setattr(startup, "choose_products", lambda *_, dtype=second: dtype)
-        resumed = startup._agree_on_products(cast(Any, None), cast(Any, None), Journal.resume(folder, {}).share())
+        resumed = startup._agree_on_products(cast(Any, None), Journal.resume(folder, {}).share())
         assert begun is resumed is first
 
 
@@ -275,7 +278,7 @@ def test_other_processes_take_the_choice_of_the_main_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(startup, "choose_products", None)
     monkeypatch.setattr(startup.collectives, "is_main", lambda: False)
     monkeypatch.setattr(startup.collectives, "broadcast_object", lambda value: "bfloat16")
-    assert startup._agree_on_products(cast(Any, None), cast(Any, None), None) is HALF
+    assert startup._agree_on_products(cast(Any, None), None) is HALF
 
 
 def test_speedup_is_that_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

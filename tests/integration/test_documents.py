@@ -234,13 +234,13 @@ def test_one_file_becomes_one_file_and_shards_stay_shards(tiny: dict[str, Path],
         out = tmp_path / f"out-{len(settings)}"
         ran = prune(shards, "magnitude", "50%", **settings) if not settings else None
         if ran is None:
+            from sparsellm.pipeline.prune import prune_run
             from sparsellm.pipeline.recipe_file import read_recipe
-            from sparsellm.pipeline.run import run
             from sparsellm.pipeline.workspace import work_directory
 
             recipe = read_recipe({"model": str(shards), "method": "magnitude", **settings})
             with work_directory(out, resume=False, restart=False) as work:
-                run(recipe, work=work).save_pretrained(out)
+                prune_run(recipe, work=work).save_pretrained(out)
         else:
             ran.save_pretrained(out)
             written = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]

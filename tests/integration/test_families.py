@@ -30,10 +30,11 @@ from sparsellm.pipeline.inspection import inspect
 from sparsellm.pipeline.loading import choose_placement, open_model
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.planning import estimate
-from sparsellm.pipeline.preparation import make_plan, prepare
+from sparsellm.pipeline.preparation import make_plan, prepare_pruning
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.run import run
+from sparsellm.pipeline.stage_costs import pruning_costs
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
@@ -265,14 +266,15 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
     byte_tokenizer().save_pretrained(tmp_path)
     recipe = read_recipe({"model": str(tmp_path), "method": method, "calibration": "given", "sparsity": "60%"})
     opened = open_model(recipe)
-    ready = prepare(
+    ready = prepare_pruning(
         opened,
+        recipe,
         *make_plan(recipe, opened),
         report=Report(recipe),
         observer=lambda _: None,
         given={"calibration": torch.cat(batches())},
     )
-    planned = estimate(recipe, ready, choose_placement(recipe, ready, files=True), batch=ready.batch)
+    planned = estimate(ready, pruning_costs, choose_placement(recipe, ready, files=True), batch=ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())
     pruning = next(stage for stage in planned.stages if stage.name == "pruning")
     assert 4 * block < pruning.memory["cpu"] <= planned.peak.data_bytes < 2**30
@@ -288,7 +290,7 @@ def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
     recipe = read_recipe({"model": str(source), "batch_size": 2, **chosen})
     said: list[str] = []
     with work_directory(output) as work:
-        result = run(recipe, lambda event: said.append(str(event)), given={"calibration": tokens}, work=work)
+        result = prune_run(recipe, lambda event: said.append(str(event)), given={"calibration": tokens}, work=work)
         assert any("read block by block" in told for told in said) == bool(settings.get("offload"))
         return result.save_pretrained(output)
 

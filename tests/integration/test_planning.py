@@ -23,10 +23,10 @@ from sparsellm.methods import BlockResult
 from sparsellm.models import sparse_matmul
 from sparsellm.pipeline.costs import rates, solver_cost
 from sparsellm.pipeline.events import LOADING, Note, Stage
-from sparsellm.pipeline.planning import plan_run
+from sparsellm.pipeline.planning import plan_pruning
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.recipe_methods import SOLVERS
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.token_sequences import draw_windows
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.solvers.patterns import parse_pattern
@@ -115,7 +115,7 @@ def taken(settings: dict[str, object], folder: Path) -> dict[str, tuple[int, int
                 meter.restart()
                 name, seen = event.name.removesuffix(" dense").removesuffix(" pruned"), meter.operations
 
-        result = run(read_recipe(settings), observe, work=work)
+        result = prune_run(read_recipe(settings), observe, work=work)
         observe(Stage("end"))
         del result
     return found
@@ -152,7 +152,7 @@ def test_a_plan_holds(
     form, change = CASES[case]
     settings = {"model": str(folders[form]), "calibration": str(text_file), "sparsity": "60%", "sequence_length": 128}
     settings |= {"evaluate": (str(text_file),)} | change
-    planned = plan_run(read_recipe(settings), tmp_path)
+    planned = plan_pruning(read_recipe(settings), tmp_path)
     real = taken(settings, tmp_path)
     names = {stage.name for stage in planned.stages}
     assert names <= real.keys()
@@ -207,7 +207,7 @@ def test_files_are_foreseen(folders: dict[str, Path], text_file: Path, tmp_path:
     }
     settings |= {"solver": "magnitude", "allocation": "uniform"}
     recipe = read_recipe(settings | {"offload": True, "max_memory": "24MB"})
-    found = plan_run(recipe, tmp_path)
+    found = plan_pruning(recipe, tmp_path)
     pruning = next(stage for stage in found.stages if stage.name == "pruning")
     stream = 64 * 64 * 256 * 4
     assert pruning.files == 5 * stream
@@ -257,16 +257,16 @@ def test_plan_does_not_collect_the_demo_text(folders: dict[str, Path], tmp_path:
     """The plan is that of a run which reads it; a model without a tokenizer is refused all the same."""
     recipe = read_recipe({"model": str(folders["llama"]), "method": "wanda", "calibration": "demo", "samples": 4})
     plans = [
-        plan_run(recipe),
-        plan_run(recipe, given={"calibration": draw_windows(recipe, open_checkpoint(recipe.model), 256).windows}),
+        plan_pruning(recipe),
+        plan_pruning(recipe, given={"calibration": draw_windows(recipe, open_checkpoint(recipe.model), 256).windows}),
     ]
     skipped, read = ((x.samples, x.length, x.batch, [replace(y, seconds=0) for y in x.stages]) for x in plans)
     assert skipped == read
     monkeypatch.setattr(demo, "named_documents", lambda split: pytest.fail(f"{split} was collected"))
-    plan_run(recipe)
+    plan_pruning(recipe)
     folder = Path(shutil.copytree(folders["llama"], tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")))
     with pytest.raises(BadCheckpoint, match="tokenizer"):
-        plan_run(recipe.model_copy(update={"model": str(folder)}))
+        plan_pruning(recipe.model_copy(update={"model": str(folder)}))
 
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
@@ -352,7 +352,7 @@ def test_out_of_memory_on_the_device(
         plain(self, inputs)
 
     monkeypatch.setattr(Gram, "update", update)
-    monkeypatch.setattr("sparsellm.pipeline.sequential._prune_block", _counting(finished))
+    monkeypatch.setattr("sparsellm.pipeline.sequential.block_steps", _counting(finished))
     words = ("--calibration", text_file, "--method", "sparsegpt", "--sparsity", "60%", "--samples", 64, "--sequence-length", 32)
     ran = command("prune", folders["llama"], tmp_path / "out", *words)
     assert ran.exit_code == 0, ran.stderr
@@ -388,10 +388,10 @@ def test_a_model_in_memory_is_not_planned(folders: dict[str, Path], text_file: P
 
 
 def _counting(finished: list[int]) -> Callable[..., object]:
-    """`_prune_block`, noting each block that it finishes."""
+    """`block_steps`, noting each block that it finishes."""
     from sparsellm.pipeline import sequential
 
-    plain = sequential._prune_block
+    plain = sequential.block_steps
 
     def counted(*arguments: object, **settings: object) -> object:
         for step in plain(*arguments, **settings):  # type: ignore[arg-type]
@@ -460,8 +460,8 @@ def test_a_plan_has_the_notes_that_the_run_gives_before_its_work(
             raise Loading
 
     with pytest.raises(Loading), work_directory(tmp_path / "out") as work:
-        run(recipe, observe, work=work)
-    planned = plan_run(recipe, tmp_path / "out")
+        prune_run(recipe, observe, work=work)
+    planned = plan_pruning(recipe, tmp_path / "out")
     assert list(planned.notes) == told
     assert len(told) == count, told
     assert planned.to_dict()["notes"] == planned.notes

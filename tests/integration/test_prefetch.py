@@ -22,9 +22,10 @@ from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import choose_placement, open_model
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.planning import estimate, fit_to_memory
-from sparsellm.pipeline.preparation import make_plan, prepare
+from sparsellm.pipeline.preparation import make_plan, prepare_pruning
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.stage_costs import pruning_costs
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_block_loader import saved, windows
@@ -185,15 +186,18 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     }
     recipe = read_recipe(settings | {"method": "sparsegpt", "offload": True})
     opened = open_model(recipe)
-    ready = prepare(opened, *make_plan(recipe, opened), report=Report(recipe), observer=lambda _: None)
+    ready = prepare_pruning(opened, recipe, *make_plan(recipe, opened), report=Report(recipe), observer=lambda _: None)
     place = choose_placement(recipe, ready, files=True)
     assert place.ahead
-    needs = [estimate(recipe, ready, replace(place, ahead=ahead), batch=ready.batch).peak.data_bytes for ahead in (False, True)]
+    needs = [
+        estimate(ready, pruning_costs, replace(place, ahead=ahead), batch=ready.batch).peak.data_bytes
+        for ahead in (False, True)
+    ]
     block = max(
         sum(4 * x.numel() for x in some.module.parameters()) for some in blocks_of(open_checkpoint(recipe.model).load())
     )
     assert needs[1] - needs[0] == pytest.approx(block, rel=0.1)
     for memory, ahead in ((needs[1] + 1000, True), (sum(needs) // 2, False)):
-        assert fit_to_memory(recipe, ready, replace(place, memory=memory), observer=lambda _: None)[0].ahead is ahead
+        assert fit_to_memory(ready, replace(place, memory=memory), observer=lambda _: None)[0].ahead is ahead
     small = choose_placement(recipe.model_copy(update={"max_memory": f"{3 * block}B"}), ready, files=True)
     assert not small.ahead, "two blocks are more than half of the memory"

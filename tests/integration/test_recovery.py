@@ -297,7 +297,7 @@ def test_another_pruned_checkpoint_is_another_run(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("sparsellm.pipeline.report.Report.warnings", interrupted)
+        context.setattr("sparsellm.pipeline.report.Report.recovery_warnings", interrupted)
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sparsellm import prune
 from sparsellm.pipeline.events import RECOVERING, Stage
 from sparsellm.pipeline.output_folder import WORK
+from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery import read_recovery
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.training import masked_training
 from tests import processes
@@ -147,7 +147,7 @@ def stage_peaks(depth: int, folder: Path, text: Path) -> tuple[dict[str, int], i
             meter.restart()
 
     with Meter() as meter, work_directory(folder / "out") as work:
-        model = run(recipe, observe, work=work).model
+        model = recover_run(recipe, observe, work=work).model
     peaks[stages[-1]] = meter.peak["cpu"]
     block = 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     width = config.hidden_size

@@ -14,9 +14,9 @@ from sparsellm import prune
 from sparsellm.pipeline import journal, stages
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import Stage
-from sparsellm.pipeline.planning import plan_run
+from sparsellm.pipeline.planning import plan_recovery
+from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery import read_recovery
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.workspace import work_directory
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
@@ -114,17 +114,17 @@ def test_the_state_of_a_training_is_counted(
 
     monkeypatch.setattr(journal, "durable", durable)
     with work_directory(out) as work:
-        result = run(recipe, work=work)
+        result = recover_run(recipe, work=work)
         held = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
         output = sum(x.numel() * x.element_size() for x in result.model.parameters())
-    planned = plan_run(recipe, out).peak.disk_bytes
+    planned = plan_recovery(recipe, out).peak.disk_bytes
     assert planned == pytest.approx(max(*sizes, held + output), rel=0.15)
 
 
 def peak_of(recipe: Any, folder: Path) -> int:
     """The most bytes of tensors that a recovery holds."""
     with Meter() as meter, work_directory(folder / "metered") as work:
-        run(recipe, work=work)
+        recover_run(recipe, work=work)
     return meter.peak["cpu"]
 
 
@@ -148,7 +148,7 @@ def test_a_plan_of_a_recovery_holds(model: str, case: str, tmp_path: Path) -> No
     folder = prune(model, "magnitude", "50%").save_pretrained(tmp_path / "pruned")
     settings = {"calibration": text, "samples": 16, "sequence_length": 128, **CASES[case]}
     recipe = read_recovery({"model": model, "pruned": str(folder), **settings})
-    planned: RunPlan = plan_run(recipe, tmp_path)
+    planned: RunPlan = plan_recovery(recipe, tmp_path)
     assert 0.8 <= planned.peak.data_bytes / peak_of(recipe, tmp_path) <= 1.3
 
 
@@ -158,6 +158,6 @@ def test_stages_of_the_plan_are_those_of_the_run(pruned: Path, tiny: dict[str, P
     for scope in ("model", "block"):
         recipe = read_recovery({"model": str(tiny["llama"]), "pruned": str(pruned), "scope": scope, **settings})
         stages: list[str] = []
-        run(recipe, lambda event, stages=stages: stages.append(event.name) if isinstance(event, Stage) else None)
+        recover_run(recipe, lambda event, stages=stages: stages.append(event.name) if isinstance(event, Stage) else None)
         names[scope] = [name.removesuffix(" dense").removesuffix(" pruned") for name in stages]
-        assert {stage.name for stage in plan_run(recipe).stages} <= set(names[scope])
+        assert {stage.name for stage in plan_recovery(recipe).stages} <= set(names[scope])

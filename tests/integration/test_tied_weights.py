@@ -17,8 +17,8 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.workspace import work_directory
 from tests.cli.test_headers import refused_by_all
 from tests.conftest import byte_tokenizer, long_unless, report_of
@@ -91,7 +91,7 @@ def test_every_family_is_pruned_under_either_name(family: str, tmp_path: Path) -
         store(under(tensors, names), folder, form)
         with work_directory(out) as work:
             recipe = read_recipe({"model": str(folder), "method": "magnitude", "sparsity": "2:4", "offload": stream})
-            run(recipe, work=work).save_pretrained(out, overwrite=True)
+            prune_run(recipe, work=work).save_pretrained(out, overwrite=True)
         found = inspect(str(out), against=str(folder), expect="2:4")
         case = form, names, stream
         assert found.as_expected, case

@@ -18,7 +18,6 @@ from sparsellm.pipeline.inspection import Inspection, LayerZeros
 from sparsellm.pipeline.layer_costs import worst_layers_table
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import RULES
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report, When
 from sparsellm.pipeline.results import Point
 from sparsellm.pipeline.training_outcome import describe_losses
@@ -242,8 +241,7 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
     placement, peak = plan.placement, plan.peak
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     count = plural(sum(plan.layers.values()), "layer")
-    action = "to recover" if isinstance(plan.recipe, RecoveryRecipe) else "to prune"
-    print_line(console, f"{plural(plan.blocks, 'block')}, {count} {action}: {_layers(plan)}.")
+    print_line(console, f"{plural(plan.blocks, 'block')}, {count} to {plan.recipe.command}: {_layers(plan)}.")
     if plan.coverage and (coverage := plan.coverage.describe()):
         print_line(console, coverage)
     print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")

@@ -247,12 +247,14 @@ def plan(
             check_inputs(read_recipe(settings, config))
 
         from sparsellm.cli.display import print_plan
-        from sparsellm.pipeline.planning import plan_run
+        from sparsellm.pipeline.planning import plan_pruning, plan_recovery
         from sparsellm.pipeline.recovery import read_recovery
 
         with stderr.status("planning"):
-            planned = read_recovery({**settings, "pruned": recovered}) if recovered else read_recipe(settings, config)
-            run_plan = plan_run(planned, output)
+            if recovered:
+                run_plan = plan_recovery(read_recovery({**settings, "pruned": recovered}), output)
+            else:
+                run_plan = plan_pruning(read_recipe(settings, config), output)
         for note in run_plan.notes:
             print_note(note, context)
         if as_json:

@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import linear
 
 from sparsellm.models.contexts import product_dtype_context
+from sparsellm.pipeline.events import RECOVERING
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.runtime import devices
 from sparsellm.runtime.alternatives import Computation, speedup
 
@@ -25,16 +25,17 @@ NAME = "products in bfloat16"
 """Name of the comparison with products in float32."""
 
 
-def choose_products(recipe: RunRecipe, ready: Prepared) -> torch.dtype | None:
+def choose_products(ready: Prepared) -> torch.dtype | None:
     """Choose the dtype of the matrix products of passes; None for the dtype that a model is computed in anyway.
 
     `auto` never rounds a float32 or float16 model: only a bfloat16 model on a CPU, which would be computed in float32, is
     computed with products in bfloat16, if the device is faster with them. On a GPU a model is computed in its own dtype, but
     trained in float32, so that recovery chooses there as on a CPU.
     """
+    recipe, is_recovery = ready.recipe, ready.stage == RECOVERING
     if not recipe.reads_text or recipe.in_float32:
         return None
-    is_bf16, is_recovery = ready.source.dtype(recipe.dtype) is torch.bfloat16, not isinstance(recipe, Recipe)
+    is_bf16 = ready.source.dtype(recipe.dtype) is torch.bfloat16
     if is_bf16 and not is_recovery and ready.device.type != "cpu":
         return None
     if recipe.compute_dtype == "bfloat16":

@@ -22,7 +22,6 @@ from sparsellm.methods.feedforward_problem import SAMPLED_WIDTHS
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime import devices
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS, CHECK_EVERY, MIN_ITERATIONS
@@ -68,6 +67,7 @@ class Cost(NamedTuple):
     lists: Sequence[float]  # bytes of each list of hidden states, which may be in files
     work: Work
     seconds: float = 0.0  # besides the work
+    state: float = 0.0  # bytes of the durable state of a training
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class BlockShapes:
         return total
 
 
-def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
+def block_shapes(ready: Prepared, batch: int) -> BlockShapes:
     """Measure the model and its largest block that is pruned, if any is, for batches of this many sequences."""
     pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)] or ready.blocks
     sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in pruned]
@@ -137,12 +137,12 @@ def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
     experts = {name: view.expert for name, view in block.views.items() if view.expert is not None}
     count = len(set(experts.values()))
     share = min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / count) if count else 1.0
-    stored = ready.source.dtype(recipe.dtype).itemsize
+    stored = ready.source.dtype(ready.recipe.dtype).itemsize
     return BlockShapes(
         depth=len(ready.blocks),
         vocabulary=int(config.vocab_size),
         stored=stored,
-        itemsize=max(4, stored) if ready.device.type == "cpu" or recipe.in_float32 else stored,
+        itemsize=max(4, stored) if ready.device.type == "cpu" or ready.recipe.in_float32 else stored,
         layers=[layers[name] for name in planned],
         inputs=[layers[group[0]][1] for group in block.architecture.groups if not {*group}.isdisjoint(planned)],
         parts=len(coupled_parts(block, ready.plan)),

@@ -38,12 +38,17 @@ def check_inputs(recipe: RunRecipe, *, given: Collection[str] | None = None, has
             _check_readable(file, kind)
     if recipe.task_data is not None and not local_path(recipe.task_data).is_dir():
         raise BadText(f"There is no folder {recipe.task_data}. Put the questions there, or leave out `task_data`.")
-    if isinstance(recipe, RecoveryRecipe):
-        check_finished(recipe.pruned)
-        if not has_model and local_path(recipe.model).resolve() == local_path(recipe.pruned).resolve():
-            raise InvalidSetting(f"{recipe.model} is the pruned model. Pass the dense one that it was made from as `against`.")
     if not has_model:
         check_model(recipe.model, recipe.revision)
+
+
+def check_recovery_inputs(recipe: RecoveryRecipe, *, given: Collection[str] | None = None, has_model: bool = False) -> None:
+    """Check the pruned checkpoint that a recovery reads, and then as `check_inputs`."""
+    check_machine()
+    check_finished(recipe.pruned)
+    if not has_model and local_path(recipe.model).resolve() == local_path(recipe.pruned).resolve():
+        raise InvalidSetting(f"{recipe.model} is the pruned model. Pass the dense one that it was made from as `against`.")
+    check_inputs(recipe, given=given, has_model=has_model)
 
 
 def _check_readable(file: str, kind: str) -> None:
@@ -68,7 +73,7 @@ def check_recovery(settings: Mapping[str, Any]) -> None:
     """Check the settings of a recovery and what it reads."""
     check_machine()
     check_finished(settings["pruned"])
-    check_inputs(validated(RecoveryRecipe, settings))
+    check_recovery_inputs(validated(RecoveryRecipe, settings))
 
 
 def check_results(folder: str | Path) -> Path:

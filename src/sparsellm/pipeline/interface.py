@@ -18,11 +18,12 @@ from sparsellm.pipeline.inputs import SameInputs
 from sparsellm.pipeline.loading import named_model
 from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields
-from sparsellm.pipeline.planning import plan_run
+from sparsellm.pipeline.planning import plan_pruning
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
 from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_sparsity
+from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery import read_recovery
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.settings import PruneSettings, RecoverySettings, recipe_keywords
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
@@ -101,11 +102,11 @@ def prune(
     with Display("auto" if progress else "off") as display, tempfile.TemporaryDirectory() as folder:
         observer = combine_observers(display, observe)
         if not several:
-            return run(recipes[0], observer, given=given, source=source)
+            return prune_run(recipes[0], observer, given=given, source=source)
         shared, inputs, results = DenseCache(Path(folder)), SameInputs(), []
         for number, recipe in enumerate(recipes, 1):
             observer(NextRun(number, len(recipes), recipe.size_label, alike=True))
-            results.append(run(recipe, observer, given=given, shared=shared, check=inputs.check))
+            results.append(prune_run(recipe, observer, given=given, shared=shared, check=inputs.check))
         return results
 
 
@@ -142,7 +143,7 @@ def plan(
     texts, given = _texts(calibration, settings)
     kind, chosen = method_fields(method)
     recipe = read_recipe({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
-    return plan_run(recipe, output, given=given, source=source)
+    return plan_pruning(recipe, output, given=given, source=source)
 
 
 @recipe_keywords(RecoverySettings, RecoveryFields)
@@ -186,7 +187,7 @@ def recover(
     own = {"pruned": str(pruned), "scope": scope, "steps": steps, **texts}
     recipe = read_recovery({**fields, **settings, **own})
     with Display("auto" if progress else "off") as display:
-        return run(recipe, combine_observers(display, observe), given=given, source=source)
+        return recover_run(recipe, combine_observers(display, observe), given=given, source=source)
 
 
 def _texts(calibration: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Given]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,22 +13,29 @@ import torch
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import TooLarge
-from sparsellm.methods import BlockMethod
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.compute_dtype import bf16_speedup, choose_products
 from sparsellm.pipeline.costs import Cost, Work, rates, work
-from sparsellm.pipeline.early_checks import check_inputs
+from sparsellm.pipeline.early_checks import check_inputs, check_recovery_inputs
 from sparsellm.pipeline.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
 from sparsellm.pipeline.events import RECOVERING, TRAINING, Event, Note, Observer
-from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
-from sparsellm.pipeline.preparation import Prepared, make_plan, prepare, recipe_layers
+from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, OpenedModel, Placement, choose_placement, open_model
+from sparsellm.pipeline.preparation import (
+    Prepared,
+    PreparedPruning,
+    PreparedRecovery,
+    make_plan,
+    prepare_pruning,
+    prepare_recovery,
+    pruning_layers,
+    recovery_layers,
+)
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recovery import recovery_plan
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.stage_costs import block_stage, stage_costs
+from sparsellm.pipeline.stage_costs import pruning_costs, recovery_costs
 from sparsellm.pipeline.token_sequences import window_length
-from sparsellm.pipeline.training_costs import state_bytes
 from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory
 from sparsellm.texts.in_memory import Given
 
@@ -38,14 +46,14 @@ MOST_BITS = 62
 """By how many places an int64 can be shifted to the right."""
 
 
-def plan_run(
-    recipe: Recipe | RecoveryRecipe,
-    output: str | Path | None = None,
-    *,
-    given: Given | None = None,
-    source: InMemoryModel | None = None,
+Costs = Callable[[Any, Placement, int], Iterator[tuple[str, Cost]]]
+"""What each stage of a prepared run takes with a placement and a number of sequences per batch: see `stage_costs`."""
+
+
+def plan_pruning(
+    recipe: Recipe, output: str | Path | None = None, *, given: Given | None = None, source: InMemoryModel | None = None
 ) -> RunPlan:
-    """Estimate what `prune` or `recover` would take, without reading weights.
+    """Estimate what `prune` would take, without reading weights.
 
     Args:
         recipe: The run.
@@ -53,68 +61,114 @@ def plan_run(
         given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
         source: Model in memory that replaces the recipe's.
     """
-    folder, report, refusal = Path(output or "."), Report(recipe), ""
+    check_inputs(recipe, given=given, has_model=source is not None)
+    opened = open_model(recipe, source)
+    report, notes, observe = Report(recipe), *_noted()
+    given = _given(recipe, opened, given)
+    method, plan = make_plan(recipe, opened)
+    ready = prepare_pruning(opened, recipe, method, plan, report=report, observer=observe, given=given)
+    folder, refusal = Path(output or "."), ""
+    placement, batch = _placement(ready), ready.batch
+    try:
+        placement, batch = fit_to_memory(ready, placement, observer=observe, output=folder)
+    except TooLarge as error:
+        refusal = str(error)
+    estimated = _estimate(ready, pruning_costs, placement, batch=batch, output=folder, report=report, notes=notes)
+    return replace(estimated, fits=estimated.fits and not refusal, refusal=refusal, each_layer=pruning_layers(ready))
+
+
+def plan_recovery(
+    recipe: RecoveryRecipe, output: str | Path | None = None, *, given: Given | None = None, source: InMemoryModel | None = None
+) -> RunPlan:
+    """Estimate what `recover` would take, as `plan_pruning` does."""
+    check_recovery_inputs(recipe, given=given, has_model=source is not None)
+    opened = open_model(recipe, source)
+    report, notes, observe = Report(recipe), *_noted()
+    given = _given(recipe, opened, given)
+    method, plan, _ = recovery_plan(recipe, opened.source, verified=False)
+    ready = prepare_recovery(opened, recipe, method, plan, report=report, observer=observe, given=given)
+    folder, refusal, placement = Path(output or "."), "", _placement(ready)
+    try:
+        fit_to_disk(ready, placement, observer=observe, output=folder)
+    except TooLarge as error:
+        refusal = str(error)
+    estimated = _estimate(ready, recovery_costs, placement, batch=ready.batch, output=folder, report=report, notes=notes)
+    return replace(estimated, fits=estimated.fits and not refusal, refusal=refusal, each_layer=recovery_layers(ready))
+
+
+def _noted() -> tuple[list[str], Observer]:
+    """A list, and an observer that adds the notes to it that a run would give before its work."""
     notes: list[str] = []
 
     def observe(event: Event) -> None:
-        """Keep the notes that the run would give before its work."""
         notes.extend([event.text] if isinstance(event, Note) else [])
 
-    check_inputs(recipe, given=given, has_model=source is not None)
-    opened = open_model(recipe, source)
-    if "calibration" not in (given or {}) and recipe.reads_text and recipe.calibration == "demo":
-        opened.source.tokenizer()  # raises the error of a model without one
-        # Only the number of tokens counts, of sequences that differ, and this text is long enough for any model.
-        places = torch.arange(window_length(recipe, opened.source.length)).clamp(max=MOST_BITS)
-        given = {**(given or {}), "calibration": torch.arange(recipe.samples).unsqueeze(1) >> places & 1}
-    method: BlockMethod
-    if isinstance(recipe, RecoveryRecipe):
-        method, plan, _ = recovery_plan(recipe, opened.source, verified=False)
-    else:
-        method, plan = make_plan(recipe, opened)
-    ready = prepare(opened, method, plan, report=report, observer=observe, given=given)
-    placement, batch = choose_placement(recipe, ready, files=True), ready.batch
-    placement = replace(placement, products=choose_products(recipe, ready))
-    if source:  # its weights are no longer part of the free memory
+    return notes, observe
+
+
+def _given(recipe: RunRecipe, opened: OpenedModel, given: Given | None) -> Given | None:
+    """The data that replace the recipe's texts, with token ids in place of the demo text, which takes long to tokenize."""
+    if "calibration" in (given or {}) or not recipe.reads_text or recipe.calibration != "demo":
+        return given
+    opened.source.tokenizer()  # raises the error of a model without one
+    # Only the number of tokens counts, of sequences that differ, and this text is long enough for any model.
+    places = torch.arange(window_length(recipe, opened.source.length)).clamp(max=MOST_BITS)
+    return {**(given or {}), "calibration": torch.arange(recipe.samples).unsqueeze(1) >> places & 1}
+
+
+def _placement(ready: Prepared) -> Placement:
+    """Where the model would be held, before anything is changed to make it fit."""
+    placement = choose_placement(ready.recipe, ready, files=True)
+    placement = replace(placement, products=choose_products(ready))
+    if isinstance(ready.source, InMemoryModel):  # its weights are no longer part of the free memory
         placement = replace(placement, memory=placement.memory + placement.model)
-    try:
-        placement, batch = fit_to_memory(recipe, ready, placement, observer=observe, output=folder)
-    except TooLarge as error:
-        refusal = str(error)
+    return placement
+
+
+def _estimate(
+    ready: Prepared,
+    costs: Costs,
+    placement: Placement,
+    *,
+    batch: int,
+    output: Path,
+    report: Report,
+    notes: Sequence[str],
+) -> RunPlan:
+    """Estimate a run with the time of its stages, what of the model is pruned, and the notes before its work."""
     release_free_memory()  # what tokenising took
-    estimated = estimate(recipe, ready, placement, batch=batch, output=folder, speed=rates(ready.device))
-    each_layer, fits = recipe_layers(recipe, ready), estimated.fits and not refusal
-    return replace(estimated, coverage=report.coverage, fits=fits, refusal=refusal, each_layer=each_layer, notes=tuple(notes))
+    estimated = estimate(ready, costs, placement, batch=batch, output=output, speed=rates(ready.device))
+    return replace(estimated, coverage=report.coverage, notes=tuple(notes))
 
 
 def estimate(
-    recipe: RunRecipe,
     ready: Prepared,
+    costs: Costs,
     placement: Placement,
     *,
     batch: int,
     output: Path | None = None,
     speed: Work | None = None,
 ) -> RunPlan:
-    """Estimate what a run takes, with the arguments of `fit_to_memory`; its time needs `speed`, this machine's `rates`."""
-    costs, device = dict(stage_costs(recipe, ready, placement, batch=batch)), ready.device.type
-    stages = [_estimate_stage(name, cost, device=device, placement=placement, speed=speed) for name, cost in costs.items()]
+    """Estimate what a run takes. Its time needs `speed`, this machine's `rates`."""
+    by_stage, device = dict(costs(ready, placement, batch)), ready.device.type
+    stages = [_estimate_stage(name, cost, device=device, placement=placement, speed=speed) for name, cost in by_stage.items()]
     peak = max(stages, key=lambda stage: stage.memory[device])
     host, libraries = max(stage.memory["cpu"] for stage in stages), current_memory()
     held = isinstance(ready.source, InMemoryModel)
     resident = libraries - placement.model * (held and device == "cpu") + host + min(int(FREED_SHARE * host), FREED_BYTES)
     written = placement.model * (1 if placement.streamed or held else 2)  # finished blocks, and the output
     written += ready.source.stamps.document_bytes if isinstance(ready.source, Checkpoint) else 0
-    state, disk_free = state_bytes(recipe, ready), free_disk(output or Path())
+    state, disk_free = int(max(cost.state for cost in by_stage.values())), free_disk(output or Path())
     # While a new state of the training is written, the one before is there; the last one is still there with the output.
     files = max(stage.files for stage in stages)
     disk = max(written + files, written + state, placement.model + files + 2 * state)
-    streams, room = sum(costs[block_stage(recipe)].lists), max(disk_free - written, STREAMS_SHARE * placement.memory)
+    streams, room = sum(by_stage[ready.stage].lists), max(disk_free - written, STREAMS_SHARE * placement.memory)
     planned = blocks_and_head(ready.skeleton, ready.plan)
     layers = [(block.full_name(name), layer) for block in planned for name, layer in block.layers.items()]
     shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers}
     return RunPlan(
-        recipe=recipe,
+        recipe=ready.recipe,
         blocks=len(ready.blocks),
         layers=Counter((str(ready.plan[name]), shape) for name, shape in shapes.items() if name in ready.plan),
         samples=len(ready.windows),
@@ -133,16 +187,15 @@ def estimate(
 
 
 def fit_to_memory(
-    recipe: RunRecipe, ready: Prepared, placement: Placement, *, observer: Observer, output: Path | None = None
+    ready: PreparedPruning, placement: Placement, *, observer: Observer, output: Path | None = None
 ) -> tuple[Placement, int]:
-    """Choose where the model is held and the batch size, so that the run keeps within its memory.
+    """Choose where the model is held and the batch size, so that pruning keeps within the memory.
 
     If the run does not fit as it is, the model is read block by block, and then batches become smaller, as far as the recipe
     leaves either open.
 
     Args:
-        recipe: The run.
-        ready: Its method, plan and sequences, before weights are read.
+        ready: The run, before weights are read.
         placement: Where the model would be held.
         observer: Told of a smaller batch; the placement's note tells of reading block by block.
         output: The folder that the run writes.
@@ -155,12 +208,8 @@ def fit_to_memory(
     """
     if isinstance(ready.source, InMemoryModel):
         return placement, ready.batch  # a model that is in memory is pruned whatever the memory
-    attempt = partial(estimate, recipe, ready, output=output)
+    recipe, attempt = ready.recipe, partial(estimate, ready, pruning_costs, output=output)
     plan = attempt(placement, batch=ready.batch)
-    if not isinstance(recipe, Recipe):  # `check_memory` refuses a recovery that does not fit
-        if output:
-            check_disk(output, plan.peak.disk_bytes, plan.disk_free_bytes)
-        return placement, ready.batch
     if not plan.fits and recipe.offload is None and not placement.streamed:
         plan = attempt(_streamed(plan, ready, files=output is not None), batch=plan.batch)
     if not plan.fits and plan.placement.ahead:
@@ -176,6 +225,16 @@ def fit_to_memory(
     # Holes in the processor's heap can be as large as the data. A run that has little memory returns freed memory at once.
     tight = plan.placement.streamed or 2 * plan.peak.data_bytes > placement.memory
     return replace(plan.placement, tight=tight and plan.device == "cpu"), plan.batch
+
+
+def fit_to_disk(
+    ready: PreparedRecovery, placement: Placement, *, observer: Observer, output: Path | None = None
+) -> tuple[Placement, int]:
+    """Check that a recovery fits on the disk, as `fit_to_memory`; `prepare_recovery` refuses one that needs more memory."""
+    if output and not isinstance(ready.source, InMemoryModel):
+        plan = estimate(ready, recovery_costs, placement, batch=ready.batch, output=output)
+        check_disk(output, plan.peak.disk_bytes, plan.disk_free_bytes)
+    return placement, ready.batch
 
 
 def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement, speed: Work | None) -> StageEstimate:
@@ -214,9 +273,9 @@ def _streamed(plan: RunPlan, ready: Prepared, files: bool) -> Placement:
     return replace(placement, note=note) if placement.streamed else plan.placement
 
 
-def _refusal(plan: RunPlan, ready: Prepared) -> str:
+def _refusal(plan: RunPlan, ready: PreparedPruning) -> str:
     """Why a run is refused, and the first change of its settings with which it would fit."""
-    recipe, placement, data = plan.recipe, plan.placement, plan.peak.data_bytes
+    recipe, placement, data = ready.recipe, plan.placement, plan.peak.data_bytes
     fewer = ", with one window at a time" if plan.batch < ready.batch else ""
     needed = f"{plan.peak.stage.capitalize()} needs {human_bytes(data)} of memory on {ready.device}{fewer}"
     message = f"{needed}, and {human_bytes(placement.memory)} may be taken."
@@ -228,9 +287,9 @@ def _refusal(plan: RunPlan, ready: Prepared) -> str:
     changes += [{"sequence_length": n} for n in (ready.length // 2, ready.length // 4) if n >= 128]
     for change in changes:
         changed, length = recipe.model_copy(update=change), change.get("sequence_length", ready.length)
-        shortened = replace(ready, length=length, windows=ready.windows[:, :length])
+        shortened = replace(ready, recipe=changed, length=length, windows=ready.windows[:, :length])
         held = replace(placement, streamed=placement.streamed or "offload" in change, ahead=False)
-        if estimate(changed, shortened, held, batch=changed.batch_size or 1).fits:
+        if estimate(shortened, pruning_costs, held, batch=changed.batch_size or 1).fits:
             ((name, value),) = change.items()
             return f"{message} Pass `{name}={value!r}`."
     if recipe.max_memory is not None and data <= SHARE * plan.free_bytes:

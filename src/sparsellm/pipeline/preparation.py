@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from sparsellm.allocation.bits import check_budget
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.errors import UnsupportedModel, plural
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
-from sparsellm.pipeline.events import Note, Observer, add_note
+from sparsellm.pipeline.events import PRUNING, RECOVERING, Note, Observer, add_note
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.loading import OpenedModel, check_names
 from sparsellm.pipeline.output_folder import ANEW, LOG
@@ -28,10 +29,11 @@ from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.recipe_methods import method_of
 from sparsellm.pipeline.recovery import BlockRecovery
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.selection import layer_names, select_blocks
 from sparsellm.pipeline.token_sequences import check_tokens, more_text, read_tokens, window_length
-from sparsellm.pipeline.training import check_memory
+from sparsellm.pipeline.training import ModelTraining
 from sparsellm.pipeline.zeros_before import note_before
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
@@ -51,18 +53,50 @@ class Prepared(OpenedModel):
         windows: Calibration token ids, (samples, length), `PADDING` after the end of shorter sequences; empty where the method
             needs none.
         tests: Token ids to measure perplexity on, (sequences, length), by text, `PADDING` after the end of shorter sequences.
+        batch: Sequences per batch.
+        training: The gradient steps over the whole model; None for a run without them.
     """
 
-    method: BlockMethod
+    recipe: RunRecipe
+    method: BlockMethod | BlockRecovery
     plan: Plan
     length: int
     windows: Tensor
     tests: Mapping[str, Tensor]
     batch: int
+    training: ModelTraining | None
+    stage: ClassVar[str]
+    """Name of the stage that goes from block to block."""
+
+    def stamps(self) -> tuple[Stamps, ...]:
+        """The files of the checkpoints that the run reads, as they were when it opened them."""
+        return (self.source.stamps,) if isinstance(self.source, Checkpoint) else ()
 
 
-def prepare(
+@dataclass(frozen=True, eq=False)
+class PreparedPruning(Prepared):
+    """A pruning run before its weights are read."""
+
+    recipe: Recipe
+    method: BlockMethod
+    stage: ClassVar[str] = PRUNING
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRecovery(Prepared):
+    """A recovery before its weights are read."""
+
+    recipe: RecoveryRecipe
+    method: BlockRecovery
+    stage: ClassVar[str] = RECOVERING
+
+    def stamps(self) -> tuple[Stamps, ...]:
+        return (*super().stamps(), *filter(None, [self.method.stamps]))
+
+
+def prepare_pruning(
     opened: OpenedModel,
+    recipe: Recipe,
     method: BlockMethod,
     plan: Plan,
     *,
@@ -70,15 +104,93 @@ def prepare(
     observer: Observer,
     given: Given | None = None,
     shared: DenseCache | None = None,
-) -> Prepared:
-    """Check the plan against the model, and read the texts of the report's recipe. Invalid input is rejected here.
+) -> PreparedPruning:
+    """Check the plan against the model, and read the texts of the recipe. Invalid input is rejected here.
 
     Args:
         report: Receives notes, and how the calibration sequences were drawn.
         given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
         shared: Keeps the token ids for other runs of this process.
     """
-    recipe, source, skeleton = report.recipe, opened.source, opened.skeleton
+    needs_gram = issubclass(method.needs, Gram)
+    length, windows, tests = _read_texts(
+        opened, recipe, plan, report=report, observer=observer, given=given, shared=shared, needs_gram=needs_gram
+    )
+    batch = _batch_size(recipe, windows, length=length, observer=observer)
+    training = ModelTraining(recipe.model_steps, rounded=recipe.rounds, batch_size=recipe.batch_size)
+    if training.steps:
+        observer(Note(training.check_memory(opened, windows)))
+    return PreparedPruning(
+        **vars(opened),
+        recipe=recipe,
+        method=method,
+        plan=plan,
+        length=length,
+        windows=windows,
+        tests=tests,
+        batch=batch,
+        training=training if training.steps else None,
+    )
+
+
+def prepare_recovery(
+    opened: OpenedModel,
+    recipe: RecoveryRecipe,
+    method: BlockRecovery,
+    plan: Plan,
+    *,
+    report: Report,
+    observer: Observer,
+    given: Given | None = None,
+    shared: DenseCache | None = None,
+) -> PreparedRecovery:
+    """Check the plan of a recovery and read its texts, as `prepare_pruning` does."""
+    length, windows, tests = _read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
+    trains_blocks = method.training.steps > 0
+    batch = _batch_size(recipe, windows, length=length, observer=observer, at_most_a_step=trains_blocks)
+    training = ModelTraining(
+        recipe.model_steps,
+        recipe.train,
+        recipe.lora_rank,
+        patience=recipe.patience,
+        rounded=bool(method.scales),
+        targets=method.targets,
+        batch_size=recipe.batch_size,
+    )
+    if trains_blocks:
+        observer(Note(method.check_memory(opened, windows)))
+    if training.steps:
+        observer(Note(training.check_memory(opened, windows)))
+    return PreparedRecovery(
+        **vars(opened),
+        recipe=recipe,
+        method=method,
+        plan=plan,
+        length=length,
+        windows=windows,
+        tests=tests,
+        batch=batch,
+        training=training if training.steps else None,
+    )
+
+
+def _read_texts(
+    opened: OpenedModel,
+    recipe: RunRecipe,
+    plan: Plan,
+    *,
+    report: Report,
+    observer: Observer,
+    given: Given | None,
+    shared: DenseCache | None,
+    needs_gram: bool = False,
+) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """Check the plan against the model, and read the texts of the recipe.
+
+    Returns:
+        The tokens per sequence, and `Prepared.windows` and `tests`.
+    """
+    source, skeleton = opened.source, opened.skeleton
     blocks = blocks_and_head(skeleton, plan)
     report.coverage = opened.coverage.of_plan(opened.blocks, plan)
     if isinstance(source, Checkpoint):
@@ -103,22 +215,14 @@ def prepare(
     if (limit := recipe.evaluate_limit) and tests:
         add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
     widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
-    if issubclass(method.needs, Gram) and calibration.distinct < widest:
+    if needs_gram and calibration.distinct < widest:
         add_note(
             f"{calibration.distinct:,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram "
             f"matrix is singular without damping. {more_text(calibration, widest)}.",
             report,
             observer,
         )
-    batch = _batch_size(recipe, method, windows, length=length, observer=observer)
-    if batch > 1 and count_tokens(windows) < windows.numel():
-        batch = 1
-        if recipe.batch_size:
-            observer(Note("1 sequence per batch, since the sequences differ in length"))
-    vocabulary = skeleton.get_input_embeddings().num_embeddings
-    if message := check_memory(recipe, method, opened, windows=windows, vocabulary=vocabulary):
-        observer(Note(message))
-    return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
+    return length, windows, tests
 
 
 def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Iterator[str]:
@@ -172,14 +276,17 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
     return method, plan
 
 
-def recipe_layers(recipe: RunRecipe, ready: Prepared) -> list[PlannedLayer]:
-    """Every linear layer of the blocks with its pattern in the recipe's plan, or the reason why it stays dense."""
-    if not isinstance(recipe, Recipe):
-        layers = list_layers(blocks_and_head(ready.skeleton, ready.plan), Unstructured(0))
-        reason = "the pruned model has it dense"
-        return [replace(x, pattern=ready.plan.get(x.name), reason="" if x.name in ready.plan else reason) for x in layers]
-    layers = list_layers(pattern=recipe.pattern, **_selection(recipe, ready))
+def pruning_layers(ready: PreparedPruning) -> list[PlannedLayer]:
+    """Every linear layer of the blocks with its pattern in the plan, or the reason why it stays dense."""
+    layers = list_layers(pattern=ready.recipe.pattern, **_selection(ready.recipe, ready))
     return [replace(layer, pattern=ready.plan.get(layer.name)) for layer in layers]
+
+
+def recovery_layers(ready: PreparedRecovery) -> list[PlannedLayer]:
+    """Every linear layer of the blocks with its pattern in the pruned model, or the reason why it stays dense."""
+    layers = list_layers(blocks_and_head(ready.skeleton, ready.plan), Unstructured(0))
+    reason = "the pruned model has it dense"
+    return [replace(x, pattern=ready.plan.get(x.name), reason="" if x.name in ready.plan else reason) for x in layers]
 
 
 def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
@@ -189,12 +296,16 @@ def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
     return {"blocks": blocks, "chosen": chosen, "include": recipe.include, "exclude": recipe.exclude}
 
 
-def _batch_size(recipe: RunRecipe, method: BlockMethod, windows: Tensor, *, length: int, observer: Observer) -> int:
+def _batch_size(recipe: RunRecipe, windows: Tensor, *, length: int, observer: Observer, at_most_a_step: bool = False) -> int:
     """Sequences per batch: about TOKENS_A_BATCH tokens, and no more than a gradient step over one block reads."""
     per_step = windows_a_step(*windows.shape) if windows.numel() else None
     usual = max(1, TOKENS_A_BATCH // (windows.shape[1] if per_step else length))
     batch = recipe.batch_size or (min(usual, per_step) if per_step else usual)
-    if isinstance(method, BlockRecovery) and method.training.steps and per_step and batch > per_step:
+    if at_most_a_step and per_step and batch > per_step:
         observer(Note(f"{per_step} sequences per batch instead of {batch}, as many as a gradient step reads"))
-        return per_step
+        batch = per_step
+    if batch > 1 and count_tokens(windows) < windows.numel():
+        if recipe.batch_size:
+            observer(Note("1 sequence per batch, since the sequences differ in length"))
+        return 1
     return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 from pydantic import field_validator, model_validator
 
@@ -36,6 +37,23 @@ NEEDS_TEXT = f"needs a calibration text: pass a {TEXT_FILES} file as `calibratio
 
 class RunRecipe(RunFields):
     """Settings that pruning and recovery share: dense model, calibration text, evaluation and hardware."""
+
+    command: ClassVar[str]
+    """Name of the command that runs the recipe."""
+
+    argument: ClassVar[str]
+    """Field that is the first argument of the command."""
+
+    renamed: ClassVar[dict[str, str]] = {}
+    """Fields whose options have other names, with these names; they are given in every command."""
+
+    inherited: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are no options, since the command takes them from what it reads."""
+
+    @property
+    def also_read(self) -> tuple[str, ...]:
+        """Folders that the run reads besides the dense model's."""
+        return ()
 
     @field_validator("max_memory")
     @classmethod
@@ -80,6 +98,9 @@ class RunRecipe(RunFields):
 
 class Recipe(RunRecipe, RecipeFields):
     """All settings of a pruning run, as on the command line and in YAML; docs/cli.md describes each field."""
+
+    command: ClassVar[str] = "prune"
+    argument: ClassVar[str] = "model"
 
     @field_validator("sparsity", "blocks", "scope", mode="before")
     @classmethod

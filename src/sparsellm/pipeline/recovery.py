@@ -17,12 +17,13 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed
-from sparsellm.methods import EpochResult, LayerResult, Plan, TrainingResult, planned_layers
+from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.inputs import WEIGHTS, changed_input, run_inputs
 from sparsellm.pipeline.journal import Journal
+from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.outputs import Output, read_finished
 from sparsellm.pipeline.publication import Paths
 from sparsellm.pipeline.quantized_output import layer_scales
@@ -31,12 +32,14 @@ from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import PrunedReport
 from sparsellm.pipeline.selection import layer_names, matching, unmatched
 from sparsellm.pipeline.verification import verify
+from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.quantization import Scales, format_fields
 from sparsellm.solvers.statistics import InputRMS, TokenCount
 from sparsellm.training.block_training import refine_block
 from sparsellm.training.distillation import RATES
 from sparsellm.training.masked_training import MaskedAdam, TrainingStore
+from sparsellm.training.memory import trained_bytes
 from sparsellm.training.trained_weights import Train, trained_names
 
 if TYPE_CHECKING:
@@ -49,8 +52,6 @@ RATE = 3e-4
 @dataclass(frozen=True)
 class BlockRecovery:
     """Copy the pruned weights into each block of the dense model, and train the remaining ones to match the dense outputs.
-
-    A method for `prune_blocks`.
 
     Attributes:
         training: Gradient steps on each block, with output errors weighted as in `sparsellm.activations.sensitivity`.
@@ -87,8 +88,15 @@ class BlockRecovery:
     def needs_fisher(self) -> bool:
         return self.training.steps > 0
 
-    def note(self, block: Block, plan: Plan) -> str:
-        return ""
+    def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
+        """Describe the memory that training a block takes. Raises TooLarge if the device has less."""
+        blocks = opened.blocks
+        width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
+        rank, rounded = self.training.rank or 0, bool(self.scales)
+        needed = trained_bytes(blocks, together=False, train=self.train, rank=rank, rounded=rounded)
+        needed += 2 * 4 * windows.numel() * width  # two streams
+        check_fits(needed, opened.device, stage="Training a block", advice="Pass fewer `samples`.")
+        return f"training a block takes {human_bytes(needed)}"
 
     @torch.no_grad()
     def copy_outside(self, loaded: LoadedModel, journal: Journal | None) -> None:
@@ -101,7 +109,8 @@ class BlockRecovery:
         for name, tensor in tensors.items():
             loaded.model.get_parameter(name).copy_(tensor)
 
-    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | TrainingResult]:
+    def recover(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | TrainingResult]:
+        """Recover a block in place: the result of its training, if it is trained, then those of its layers."""
         with torch.no_grad():
             for name, parameter in block.module.named_parameters():
                 parameter.copy_(self.read(block.full_name(name)))

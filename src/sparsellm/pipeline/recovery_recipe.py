@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
+from typing import ClassVar
 
 from pydantic import model_validator
 
@@ -13,6 +14,15 @@ from sparsellm.pipeline.recipe_fields import RecoveryFields
 
 class RecoveryRecipe(RunRecipe, RecoveryFields):
     """All settings of a recovery. `model` is the dense model whose outputs the pruned one is trained to match."""
+
+    command: ClassVar[str] = "recover"
+    argument: ClassVar[str] = "pruned"
+    renamed: ClassVar[dict[str, str]] = {"model": "against"}
+    inherited: ClassVar[frozenset[str]] = frozenset({"dtype"})
+
+    @property
+    def also_read(self) -> tuple[str, ...]:
+        return (self.pruned,)
 
     @model_validator(mode="after")
     def _check_training(self) -> RecoveryRecipe:

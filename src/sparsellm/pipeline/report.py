@@ -317,26 +317,21 @@ class Report(Summarized):
         ]
         return DataFrame([{name: row[name] for name in first} | row for row in rows])
 
-    def warnings(self, damping: float | None) -> Iterator[str]:
+    def recovery_warnings(self) -> Iterator[str]:
+        """State what differs from the recipe of a recovery: fallbacks in blocks, and blocks that are unchanged."""
+        yield from self._block_notes()
+        if unchanged := [x.name for x in self.blocks if x.refined and x.refined.curve and not x.refined.steps]:
+            count = f"{len(unchanged)} of {plural(len(self.blocks), 'block')}, {unchanged[0]} first"
+            advice = "Use more text, with more `samples`, or more `steps`"
+            yield f"no step lowered the held-out loss of {count}: the weights there are unchanged. {advice}"
+
+    def pruning_warnings(self, damping: float | None) -> Iterator[str]:
         """State what differs from the recipe: fallbacks in blocks, raised damping, surplus zeros.
 
         Args:
             damping: Damping of the method's solver; None for a solver without it.
         """
-        blocks_by_note: dict[str, list[str]] = {}
-        for block in self.blocks:
-            for note in (block.note, block.refined.note if block.refined else ""):
-                if note:
-                    blocks_by_note.setdefault(note, []).append(block.name)
-        for note, names in blocks_by_note.items():
-            in_all = len(names) == len(self.blocks) > 2
-            yield from (f"{name}: {note}" for name in ([f"{names[0]} to {names[-1]}"] if in_all else names))
-        if self.is_recovery:
-            if unchanged := [x.name for x in self.blocks if x.refined and x.refined.curve and not x.refined.steps]:
-                count = f"{len(unchanged)} of {plural(len(self.blocks), 'block')}, {unchanged[0]} first"
-                advice = "Use more text, with more `samples`, or more `steps`"
-                yield f"no step lowered the held-out loss of {count}: the weights there are unchanged. {advice}"
-            return  # recovery chooses no zeros
+        yield from self._block_notes()
         if raised := [x for x in self.layers if x.damping is not None and x.damping != damping]:
             highest = max(raised, key=lambda layer: layer.damping or 0)
             yield (
@@ -357,6 +352,17 @@ class Report(Summarized):
         if isinstance(self.recipe, Recipe) and self.recipe.rounds:
             return  # kept weights that round to 0 are zeros too
         yield from note_surplus(self.layers)
+
+    def _block_notes(self) -> Iterator[str]:
+        """The remarks on blocks, one for all blocks that share it."""
+        blocks_by_note: dict[str, list[str]] = {}
+        for block in self.blocks:
+            for note in (block.note, block.refined.note if block.refined else ""):
+                if note:
+                    blocks_by_note.setdefault(note, []).append(block.name)
+        for note, names in blocks_by_note.items():
+            in_all = len(names) == len(self.blocks) > 2
+            yield from (f"{name}: {note}" for name in ([f"{names[0]} to {names[-1]}"] if in_all else names))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""

@@ -1,29 +1,32 @@
-"""A whole run: open, plan, place, load, measure, prune, measure. The command line and `interface` call `run`."""
+"""What every run does around its own work: it records what happens, starts, loads the model and measures it."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from pathlib import PurePath
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Generic, TypedDict, TypeVar
 
-import torch
+from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
-from sparsellm.checkpoints.stamps import Stamps, unchanged
+from sparsellm.checkpoints.stamps import unchanged
 from sparsellm.errors import NonFinite
-from sparsellm.evaluation.measurements import Perplexity
-from sparsellm.methods import BlockMethod
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import (
+    ANSWERING,
+    CONTINUING,
+    GENERATING,
     LOADING,
-    OPENING,
-    READING_TEXTS,
+    MEASURING,
+    PREDICTING,
+    SENSITIVITIES,
+    TRAINING,
     Begun,
     Ended,
     EventLog,
@@ -38,238 +41,230 @@ from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key, environment
 from sparsellm.pipeline.inputs import Inputs
 from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.layer_costs import dense_outputs, measure_layers
-from sparsellm.pipeline.loading import Placement, check_runs, load, open_model
-from sparsellm.pipeline.measuring import measure_checkpoint, measure_into
+from sparsellm.pipeline.loading import Placement, check_runs, load
+from sparsellm.pipeline.measuring import measure_into
 from sparsellm.pipeline.output_folder import ANEW, LOG
-from sparsellm.pipeline.outputs import changed_before
-from sparsellm.pipeline.preparation import Prepared, make_plan, prepare
+from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery import recovery_plan
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.stages import prune_model, stage_names
-from sparsellm.pipeline.startup import start_run
+from sparsellm.pipeline.report import Report, When
+from sparsellm.pipeline.startup import Fit, start_run
 from sparsellm.pipeline.workspace import WorkDirectory
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
-from sparsellm.texts.in_memory import Given
 from sparsellm.training.block_training import split_batches
 
+P = TypeVar("P", bound=Prepared)
 
-@torch.inference_mode(False)  # a caller's own would leave no gradients
-def run(
-    recipe: Recipe | RecoveryRecipe,
-    observe: Observer | None = None,
-    *,
-    given: Given | None = None,
-    source: Checkpoint | InMemoryModel | None = None,
-    work: WorkDirectory | None = None,
-    shared: DenseCache | None = None,
-    name: str | None = None,
-    check: Callable[[Inputs], object] = lambda _: None,
-) -> Result:
-    """Run a recipe up to the pruned model and its report; `Result.save_pretrained` writes them.
 
-    Invalid input is rejected before the weights are read.
+class RunArguments(TypedDict, total=False):
+    """Arguments of a run besides its recipe, its observer and what it reads.
 
-    Args:
-        observe: Callback that receives every event.
-        given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
-        source: Model that replaces the recipe's.
+    Attributes:
         work: Directory for finished blocks, from `sparsellm.pipeline.workspace.work_directory`. Without it a killed run cannot
             be resumed, and the model must fit in memory.
         shared: Cache of results on dense models, shared with other runs.
         name: Name of the run for observers. Default: the name of its output, or of its model.
         check: Called with the digests of what the run reads, before any heavy work.
-
-    Raises:
-        SparseLLMError: See `sparsellm.errors`.
     """
-    check_inputs(recipe, given=given, has_model=source is not None)
+
+    work: WorkDirectory | None
+    shared: DenseCache | None
+    name: str | None
+    check: Callable[[Inputs], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """What a run writes down as it goes.
+
+    Attributes:
+        observer: Receives every event; the log is one of those that it passes them on to.
+        started: Time of `time.perf_counter` at the start.
+    """
+
+    report: Report
+    observer: Observer
+    log: EventLog
+    started: float = field(default_factory=time.perf_counter)
+
+
+@contextmanager
+def recorded(recipe: Recipe | RecoveryRecipe, observe: Observer | None) -> Iterator[Records]:
+    """Context of a run, whose report has the remarks on the checkpoints that are opened in it."""
     log, report = EventLog(), Report(recipe)
     observer = combine_observers(log, observe)
     with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):
-        return _run(recipe, report, observer, log, given=given, source=source, work=work, shared=shared, name=name, check=check)
+        yield Records(report, observer, log)
 
 
-def _run(
-    recipe: Recipe | RecoveryRecipe,
-    report: Report,
-    observer: Observer,
-    log: EventLog,
-    *,
-    given: Given | None,
-    source: Checkpoint | InMemoryModel | None,
-    work: WorkDirectory | None,
-    shared: DenseCache | None,
-    name: str | None,
-    check: Callable[[Inputs], object],
-) -> Result:
-    """Run a recipe, as `run`, with a log that is one of the observers."""
-    started = time.perf_counter()
-    method: BlockMethod
-    with phase(OPENING, report, observer):
-        opened = open_model(recipe, source)
-        if isinstance(recipe, RecoveryRecipe):
-            method, plan, report.pruned = recovery_plan(recipe, opened.source)
-        else:
-            method, plan = make_plan(recipe, opened)
-        report.origin = opened.source.origin()
-    with phase(READING_TEXTS, report, observer):
-        ready = prepare(opened, method, plan, report=report, observer=observer, given=given, shared=shared)
-    report.environment = environment(ready.device)
-    placement, batch, journal = start_run(ready, report, observer, work=work)
-    check(report.inputs)
-    release_free_memory()  # used by tokenization
-    if work and collectives.is_main():
-        log.keep(work.folder / LOG)
-    name = name or (work.output.name if work else PurePath(recipe.model).name)
-    observer(Begun(name, recipe, report.environment, placement.tight))
-    observer(Schedule(stage_names(recipe, ready, streamed=placement.streamed)))
-    with unchanged(*_stamps(ready), ignored=(*ANEW, LOG)):
-        loaded = _measure_and_prune(
-            ready, placement, batch, report=report, observer=observer, journal=journal, work=work, shared=shared
-        )
-    report.seconds["total"] = time.perf_counter() - started
-    report.parameters, report.zeros = loaded.weights.size()
-    report.peak_memory_bytes = peak_memory()
-    observer(Ended(report.totals.to_dict(), report.seconds["total"]))
-    return _result(loaded, ready, report=report, log=log)
+@dataclass(frozen=True, eq=False)
+class Run(Generic[P]):
+    """A run that has started: what it reads, where its model is, and what it writes down.
 
+    Attributes:
+        batch: Sequences per batch.
+        journal: Stores finished blocks; None for a run that cannot be resumed.
+        shared: Cache of results on dense models; None for none.
+    """
 
-def _measure_and_prune(
-    ready: Prepared,
-    placement: Placement,
-    batch: int,
-    *,
-    report: Report,
-    observer: Observer,
-    journal: Journal | None,
-    work: WorkDirectory | None,
-    shared: DenseCache | None,
-) -> LoadedModel:
-    """Measure the dense model, prune it or recover the pruned one, and measure the result."""
-    recipe = report.recipe
-    load_model = partial(load, recipe, ready, folder=work.folder if work else None, placement=placement)
-    before = _measure_before(ready, placement, report=report, observer=observer, work=work)
-    loaded = _load(load_model, ready, report=report, observer=observer)
-    measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)
-    report.add_before(before)
-    dense = dense_outputs(loaded, ready, report, observer)
-    loaded = _prune(loaded, ready, batch, report=report, observer=observer, journal=journal, shared=shared, reload=load_model)
-    report.add_changes(changed_before(ready.source.folder))
-    for text in report.warnings(damping=getattr(getattr(ready.method, "solver", None), "damping", None)):
-        add_note(text, report, observer)
-    try:
-        measure_into(report, "pruned", loaded, ready=ready, observer=observer)
-        if dense:
-            measure_layers(report, loaded, ready, dense=dense, observer=observer)
-    except NonFinite as error:  # the pruned model is still written
-        add_note(f"the pruned model was not measured: {error}", report, observer)
-    return loaded
+    ready: P
+    placement: Placement
+    batch: int
+    journal: Journal | None
+    records: Records
+    work: WorkDirectory | None
+    shared: DenseCache | None
 
+    @classmethod
+    def start(
+        cls,
+        ready: P,
+        records: Records,
+        fit: Fit,
+        *,
+        work: WorkDirectory | None = None,
+        shared: DenseCache | None = None,
+        name: str | None = None,
+        check: Callable[[Inputs], object] = lambda _: None,
+    ) -> Run[P]:
+        """Choose where the model is, open the journal, and tell the observers that the run begins; as `RunArguments`."""
+        report, observer = records.report, records.observer
+        report.environment = environment(ready.device)
+        placement, batch, journal = start_run(ready, report, observer, fit, work=work)
+        check(report.inputs)
+        release_free_memory()  # used by tokenization
+        if work and collectives.is_main():
+            records.log.keep(work.folder / LOG)
+        name = name or (work.output.name if work else PurePath(ready.recipe.model).name)
+        observer(Begun(name, report.recipe, report.environment, placement.tight))
+        return cls(ready, placement, batch, journal, records, work, shared)
 
-def _stamps(ready: Prepared) -> tuple[Stamps, ...]:
-    """The files of the checkpoints that a run reads, as they were when it opened them."""
-    found = (getattr(ready.source, "stamps", None), getattr(ready.method, "stamps", None))
-    return tuple(stamps for stamps in found if stamps is not None)
+    @property
+    def report(self) -> Report:
+        """The report of the run."""
+        return self.records.report
 
+    @property
+    def observer(self) -> Observer:
+        """Receives every event."""
+        return self.records.observer
 
-def _measure_before(
-    ready: Prepared, placement: Placement, *, report: Report, observer: Observer, work: WorkDirectory | None
-) -> dict[str, Perplexity]:
-    """The perplexity of a recovery's pruned checkpoint, by text; empty for a pruning run."""
-    recipe = report.recipe
-    if not isinstance(recipe, RecoveryRecipe) or not ready.tests:
-        return {}
-    unread = {"evaluate": (), "task": (), "prompt": ()}  # its texts are tokens already
-    opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None, **unread}))
-    folder = work.folder if work else None
-    before = measure_checkpoint(report, opened, ready=ready, placement=placement, observer=observer, folder=folder)
-    gc.collect()  # frees the checkpoint's weights
-    return before
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run's files; None without one."""
+        return self.work.folder if self.work else None
 
+    def schedule(self, changes: Sequence[str], *, before: Sequence[str] = (), costs: Sequence[str] = ()) -> None:
+        """Tell the observers the stages from now to the last measurement.
 
-def _load(load_model: Callable[[], LoadedModel], ready: Prepared, *, report: Report, observer: Observer) -> LoadedModel:
-    """Load the model, and check on a few tokens that it runs if anything is computed with it."""
-    with phase(LOADING, report, observer):
-        loaded = load_model()
-        if len(ready.windows) or ready.tests or report.recipe.task or report.recipe.prompt:
-            check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0)
-    if loaded.note:
-        observer(Note(loaded.note))  # about this machine, so not a note of the report and its model card
-    return loaded
+        Args:
+            changes: Those that change the model, without those of `Prepared.training`.
+            before: Those before the model is loaded.
+            costs: Those after each measurement.
+        """
+        recipe, ready = self.ready.recipe, self.ready
+        measured = [MEASURING] * len(ready.tests) + [ANSWERING] * bool(recipe.task)
+        others = [CONTINUING] * len(recipe.prompt) + [*costs]
+        stages = [*before, LOADING, *(f"{name} dense" for name in measured), *others]
+        stages += [SENSITIVITIES] * ready.method.needs_fisher + [*changes]
+        if ready.training:
+            stages += [GENERATING, PREDICTING]
+        stages += [ready.stage] + [TRAINING] * bool(ready.training)
+        self.observer(Schedule((*stages, *(f"{name} pruned" for name in measured), *others)))
 
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Context that raises SourceChanged if a file that the run reads is changed in it."""
+        return unchanged(*self.ready.stamps(), ignored=(*ANEW, LOG))
 
-def _dense_facts(
-    shared: DenseCache | None,
-    ready: Prepared,
-    loaded: LoadedModel,
-    *,
-    environment: Mapping[str, str],
-    batch: int,
-) -> AbstractContextManager[Journal] | None:
-    """The cached results of the dense model on the calibration sequences; None without a cache, or for a model in memory."""
-    if shared is None or not isinstance(ready.source, Checkpoint) or not len(ready.windows):
-        return None
-    dtype = loaded.products or loaded.compute or loaded.model.dtype
-    return shared.open(cache_key(ready.source, ready.windows, dtype=dtype, environment=environment, batch=batch))
+    def load(self) -> LoadedModel:
+        """Load the model."""
+        return load(self.ready.recipe, self.ready, folder=self.folder, placement=self.placement)
 
+    def load_and_check(self) -> LoadedModel:
+        """Load the model in a phase, and check on a few tokens that it runs if anything is computed with it."""
+        recipe, ready = self.ready.recipe, self.ready
+        with phase(LOADING, self.report, self.observer):
+            loaded = self.load()
+            if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
+                check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0)
+        if loaded.note:
+            self.observer(Note(loaded.note))  # about this machine, so not a note of the report and its model card
+        return loaded
 
-def _prune(
-    loaded: LoadedModel,
-    ready: Prepared,
-    batch: int,
-    *,
-    report: Report,
-    observer: Observer,
-    journal: Journal | None,
-    shared: DenseCache | None,
-    reload: Callable[[], LoadedModel],
-) -> LoadedModel:
-    """Prune or recover the model with this many sequences per batch, or half as many wherever the device's memory is short."""
-    source, windows = ready.source, ready.windows
-    while True:
-        if journal:
-            journal.note("batch", batch)
-        dtype = loaded.products or loaded.compute or loaded.model.dtype
-        report.resolved = {  # the values used where the recipe leaves them open
-            "method": repr(ready.method),
-            "samples": len(windows),
-            "sequence_length": windows.shape[1] if windows.numel() else None,
-            "batch_size": batch,
-            "device": str(ready.device),
-            "dtype": str(loaded.model.dtype),
-            "computed_in": str(dtype),
-        }
-        batches = split_batches(windows, batch) if windows.numel() else ()
+    def measure(self, when: When, loaded: LoadedModel) -> None:
+        """Measure the model, which is still dense or is pruned, on the recipe's texts, tasks and prompts."""
+        shared = self.shared if when == "dense" else None
+        measure_into(self.report, when, loaded, ready=self.ready, observer=self.observer, shared=shared)
+
+    @contextmanager
+    def noting_not_measured(self) -> Iterator[None]:
+        """Context in which a pruned model is measured: one whose outputs are not finite gives a note, and is still written."""
         try:
-            facts = _dense_facts(shared, ready, loaded, environment=report.environment, batch=batch)
-            prune_model(loaded, ready, batches, report=report, observer=observer, journal=journal, facts=facts)
-            return loaded
-        except RuntimeError as error:
-            can_retry = batch > 1 and isinstance(source, Checkpoint) and collectives.world() == 1
-            if not can_retry or not devices.is_out_of_memory(error):
-                raise
-        batch //= 2
-        observer(Note(f"{ready.device} is out of memory: continuing with {batch} sequences per batch"))
-        report.blocks.clear()
-        loaded.model.to("meta")  # frees the partly pruned model
-        gc.collect()
-        devices.empty_cache(ready.device)
-        loaded = reload()
+            yield
+        except NonFinite as error:
+            add_note(f"the pruned model was not measured: {error}", self.report, self.observer)
 
+    def in_batches(self, loaded: LoadedModel, change: Callable[[LoadedModel, Sequence[Tensor]], None]) -> LoadedModel:
+        """Change the model with the run's sequences per batch, or half as many wherever the device's memory is short.
 
-def _result(loaded: LoadedModel, ready: Prepared, *, report: Report, log: EventLog) -> Result:
-    """Collect everything that `Result.save_pretrained` writes."""
-    source = ready.source
-    return Result(
-        loaded.model,
-        report,
-        tokenizer=source.own_tokenizer if isinstance(source, InMemoryModel) else None,
-        source=source if isinstance(source, Checkpoint) else None,
-        weights=loaded.weights if isinstance(loaded.weights, DiskWeights) else None,
-        log=log,
-        read=_stamps(ready),
-    )
+        Args:
+            change: Takes the model, and batches of token ids, each (batch, length) without padding.
+
+        Returns:
+            The changed model, which is another one where it was loaded again.
+        """
+        source, windows, report, batch = self.ready.source, self.ready.windows, self.report, self.batch
+        while True:
+            if self.journal:
+                self.journal.note("batch", batch)
+            dtype = loaded.products or loaded.compute or loaded.model.dtype
+            report.resolved = {  # the values used where the recipe leaves them open
+                "method": repr(self.ready.method),
+                "samples": len(windows),
+                "sequence_length": windows.shape[1] if windows.numel() else None,
+                "batch_size": batch,
+                "device": str(self.ready.device),
+                "dtype": str(loaded.model.dtype),
+                "computed_in": str(dtype),
+            }
+            try:
+                change(loaded, split_batches(windows, batch) if windows.numel() else ())
+                return loaded
+            except RuntimeError as error:
+                can_retry = batch > 1 and isinstance(source, Checkpoint) and collectives.world() == 1
+                if not can_retry or not devices.is_out_of_memory(error):
+                    raise
+            batch //= 2
+            self.observer(Note(f"{self.ready.device} is out of memory: continuing with {batch} sequences per batch"))
+            report.blocks.clear()
+            loaded.model.to("meta")  # frees the partly changed model
+            gc.collect()
+            devices.empty_cache(self.ready.device)
+            loaded = self.load()
+
+    def dense_cache(self, loaded: LoadedModel) -> AbstractContextManager[Journal | None]:
+        """The journal with what is known of the dense model on the calibration sequences: shared by runs, or its own."""
+        ready, environment = self.ready, self.report.environment
+        if self.shared is None or not isinstance(ready.source, Checkpoint) or not len(ready.windows):
+            return nullcontext(self.journal)
+        dtype = loaded.products or loaded.compute or loaded.model.dtype
+        batch = self.report.resolved["batch_size"]
+        return self.shared.open(cache_key(ready.source, ready.windows, dtype=dtype, environment=environment, batch=batch))
+
+    def finish(self, loaded: LoadedModel) -> Result:
+        """Complete the report, tell the observers, and collect everything that `Result.save_pretrained` writes."""
+        report, source = self.report, self.ready.source
+        report.seconds["total"] = time.perf_counter() - self.records.started
+        report.parameters, report.zeros = loaded.weights.size()
+        report.peak_memory_bytes = peak_memory()
+        self.observer(Ended(report.totals.to_dict(), report.seconds["total"]))
+        return Result(
+            loaded.model,
+            report,
+            tokenizer=source.own_tokenizer if isinstance(source, InMemoryModel) else None,
+            source=source if isinstance(source, Checkpoint) else None,
+            weights=loaded.weights if isinstance(loaded.weights, DiskWeights) else None,
+            log=self.records.log,
+            read=self.ready.stamps(),
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,19 @@ Step = LayerResult | EpochResult | TrainingResult | BlockResult
 """A result that `prune_blocks` yields."""
 
 
-@torch.no_grad()
+class InputsReader(Protocol):
+    """What reads the activations at each block, and which of them: a method, or a recovery."""
+
+    @property
+    def needs(self) -> type[TokenCount]: ...
+
+    @property
+    def needs_dense_stream(self) -> bool: ...
+
+    @property
+    def needs_fisher(self) -> bool: ...
+
+
 def prune_blocks(
     model: PreTrainedModel | LoadedModel,
     batches: Sequence[Tensor],
@@ -59,26 +72,55 @@ def prune_blocks(
     Raises:
         InvalidSetting: The weights are on disk and there is no journal, or the method needs metrics and there are none.
     """
-    loaded = LoadedModel.of(model)
+
+    def steps(block: Block, inputs: Activations) -> Iterator[Step]:
+        layers = _layer_steps(block, inputs, method, plan=plan, factors=factors or {})
+        return block_steps(block, layers, plan, note=partial(method.note, block, plan))
+
+    return visit_blocks(LoadedModel.of(model), batches, method, plan, steps=steps, metrics=metrics, journal=journal)
+
+
+@torch.no_grad()
+def visit_blocks(
+    loaded: LoadedModel,
+    batches: Sequence[Tensor],
+    reader: InputsReader,
+    plan: Plan,
+    *,
+    steps: Callable[[Block, Activations], Iterator[Step]],
+    metrics: Sequence[Tensor] = (),
+    journal: Journal | None = None,
+) -> Iterator[Step]:
+    """Change the blocks that have planned layers one after the other, each on what the changed blocks before it produce.
+
+    Args:
+        batches: As for `prune_blocks`, like `metrics` and `journal`.
+        reader: Says what of the activations is read.
+        plan: The pattern of each layer, by full name.
+        steps: Changes one block in place, and yields its results; the block's own comes last.
+
+    Raises:
+        InvalidSetting: As `prune_blocks`.
+    """
     if journal is None and loaded.weights.on_disk:
         raise InvalidSetting("A model that is read block by block needs a journal, to keep the pruned blocks in.")
     blocks = blocks_and_head(loaded.model, plan)
     planned = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
     if not planned:
         return
-    if method.needs_fisher and not metrics:
-        raise InvalidSetting(f"{type(method).__name__} needs `metrics`: pass output_sensitivities(model, batches).")
-    if method.needs is TokenCount:
+    if reader.needs_fisher and not metrics:
+        raise InvalidSetting(f"{type(reader).__name__} needs `metrics`: pass output_sensitivities(model, batches).")
+    if reader.needs is TokenCount:
         visits = _blocks_without_inputs(loaded, blocks)
     else:
-        stop, dense = max(planned) + 1, method.needs_dense_stream
+        stop, dense = max(planned) + 1, reader.needs_dense_stream
         visits = walk(loaded, batches, stop=stop, layers=plan, needs_dense_stream=dense, metrics=metrics)
     with closing(visits):  # an error must close the walk, which restores the model
         for block, inputs in visits:
             if block.index not in planned:
                 continue
             finished = journal.finished(block.index) if journal else None
-            for step in [finished] if finished else _prune_block(block, inputs, method, plan=plan, factors=factors or {}):
+            for step in [finished] if finished else steps(block, inputs):
                 if journal and isinstance(step, BlockResult):
                     file = journal.restore(block) if finished else journal.keep(block, step)
                     loaded.weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
@@ -95,16 +137,42 @@ def _blocks_without_inputs(loaded: LoadedModel, blocks: Sequence[Block]) -> Gene
             yield block, no_inputs
 
 
-def _prune_block(
-    block: Block, inputs: Activations, method: BlockMethod, *, plan: Plan, factors: Mapping[str, FisherFactors]
+def block_steps(
+    block: Block, steps: Iterator[LayerResult | EpochResult | TrainingResult], plan: Plan, note: Callable[[], str] = str
 ) -> Iterator[Step]:
-    """Prune one block; the block's own result comes last."""
+    """Pass on the results of the steps that change a block, with the zeros before them; the block's own result comes last.
+
+    Args:
+        note: Gives the remark on the block when all steps are done.
+    """
     started = time.perf_counter()
     layers: list[LayerResult] = []
     epochs: list[EpochResult] = []
     training: TrainingResult | None = None
-    unpruned = {name: tensor.clone() for name, tensor in block.unpruned_parameters().items()}
+    before = {name: tensor.clone() for name, tensor in block.unpruned_parameters().items()}
     zeros_before = _zeros(block, plan)
+    for result in steps:
+        step = result
+        if isinstance(step, LayerResult):
+            step = replace(step, zeros_before=zeros_before[step.name])
+            layers.append(step)
+        elif isinstance(step, EpochResult):
+            epochs.append(step)
+        else:
+            training = step
+        yield step
+    parameters = dict(block.module.named_parameters())
+    changes = devices.to_python([(tensor != parameters[name]).any() for name, tensor in before.items()])
+    changed = tuple(block.full_name(name) for name, is_changed in zip(before, changes, strict=True) if is_changed)
+    seconds = time.perf_counter() - started
+    scales = {block.full_name(name): tensor for name, tensor in block.scales.items()}
+    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note(), training, changed, scales)
+
+
+def _layer_steps(
+    block: Block, inputs: Activations, method: BlockMethod, *, plan: Plan, factors: Mapping[str, FisherFactors]
+) -> Iterator[LayerResult | EpochResult | TrainingResult]:
+    """Prune one block: the results of its method, with the formats of rounded layers and the predicted costs."""
     dense = {  # in the storage dtype, which holds every dense weight exactly
         block.full_name(name): layer.weight.detach().to(block.dtypes[block.parameter(name)], copy=True)
         for name, layer in block.layers.items()
@@ -115,25 +183,12 @@ def _prune_block(
         step = result
         if isinstance(step, LayerResult):
             weight = weights[step.name].weight
-            step = replace(step, zeros_before=zeros_before[step.name])
             if values is not None:
                 step = replace(step, **values.fields_of(step.name, weight))
             if step.name in dense:
                 removed = weight == 0
                 step = replace(step, predicted_kl=factors[step.name].removal_cost(dense.pop(step.name), removed))
-            layers.append(step)
-        elif isinstance(step, EpochResult):
-            epochs.append(step)
-        else:
-            training = step
         yield step
-    parameters = dict(block.module.named_parameters())
-    changes = devices.to_python([(before != parameters[name]).any() for name, before in unpruned.items()])
-    changed = tuple(block.full_name(name) for name, is_changed in zip(unpruned, changes, strict=True) if is_changed)
-    seconds = time.perf_counter() - started
-    note = method.note(block, plan)
-    scales = {block.full_name(name): tensor for name, tensor in block.scales.items()}
-    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, training, changed, scales)
 
 
 def _zeros(block: Block, plan: Plan) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,26 +21,28 @@ from sparsellm.pipeline.fingerprint import fingerprint
 from sparsellm.pipeline.inputs import run_inputs
 from sparsellm.pipeline.journal import OF_RECIPE, Journal, in_words
 from sparsellm.pipeline.loading import Placement, choose_placement
-from sparsellm.pipeline.planning import fit_to_memory
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.workspace import WorkDirectory
 from sparsellm.runtime import alternatives, collectives
 from sparsellm.runtime.devices import multiplies_bfloat16
 from sparsellm.runtime.products import BFLOAT16_NAME, NAME, bf16_matmul_speedup, uses_onednn
 
+Fit = Callable[..., tuple[Placement, int]]
+"""Chooses where the model of a prepared run is held, and its sequences per batch: `fit_to_memory` or `fit_to_disk`."""
+
 OF_ONE = ("environment.device", f"{OF_RECIPE}device")
 """Settings that may differ between the processes of a run."""
 
 
 def start_run(
-    ready: Prepared, report: Report, observer: Observer, *, work: WorkDirectory | None = None
+    ready: Prepared, report: Report, observer: Observer, fit: Fit, *, work: WorkDirectory | None = None
 ) -> tuple[Placement, int, Journal | None]:
     """Choose placement and batch size, and open the journal.
 
     Args:
         report: The run's report, with its recipe and environment; receives the digests of what the run reads.
+        fit: Chooses where the model is held, and the sequences per batch.
         work: Work directory of the output; None for a run that cannot be resumed.
 
     Returns:
@@ -51,7 +53,7 @@ def start_run(
         CannotResume: The journal belongs to another run.
         InvalidSetting: The processes of the run differ in a setting.
     """
-    recipe, journal = report.recipe, None
+    recipe, journal = ready.recipe, None
     placement = choose_placement(recipe, ready, files=work is not None)
     is_identified = work is not None or collectives.world() > 1
     if is_identified or isinstance(ready.source, Checkpoint):
@@ -65,13 +67,13 @@ def start_run(
         journal = work.begin(identity) if work else None
     if journal and journal.lost:
         observer(Note(journal.lost))
-    placement, batch = fit_to_memory(recipe, ready, placement, observer=observer, output=work.output if work else None)
+    placement, batch = fit(ready, placement, observer=observer, output=work.output if work else None)
     if journal:
         batch = journal.fact("batch") or batch  # a resumed run keeps its batch size
         _note_machine(journal, observer)
     if collectives.world() > 1:
-        placement, batch = _agree(recipe, ready, placement, batch=batch, journal=journal)
-    placement = replace(placement, products=_agree_on_products(recipe, ready, journal))
+        placement, batch = _agree(ready, placement, batch=batch, journal=journal)
+    placement = replace(placement, products=_agree_on_products(ready, journal))
     if ready.device.type == "cpu" and recipe.reads_text:
         report.environment |= _agree_on_alternatives(placement.products, journal)
         for name in filter(_is_of_runs, alternatives.unsteady()):
@@ -105,11 +107,11 @@ def _note_machine(journal: Journal, observer: Observer) -> None:
         observer(Note(f"started with {before}, resumed with {now}: rounding differs, and so may the masks"))
 
 
-def _agree_on_products(recipe: RunRecipe, ready: Prepared, journal: Journal | None) -> torch.dtype | None:
+def _agree_on_products(ready: Prepared, journal: Journal | None) -> torch.dtype | None:
     """The dtype of products, measured by the main process of a new run; a resumed run keeps it, also on another machine."""
     name: str | None = journal.fact("products") if journal else None
     if name is None:
-        products = choose_products(recipe, ready) if collectives.is_main() else None
+        products = choose_products(ready) if collectives.is_main() else None
         name = collectives.broadcast_object("" if products is None else dtype_name(products))
         if journal:
             journal.note("products", name)
@@ -150,9 +152,7 @@ def _measure_alternatives(products: torch.dtype | None) -> dict[str, float]:
     return alternatives.known()
 
 
-def _agree(
-    recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int, journal: Journal | None
-) -> tuple[Placement, int]:
+def _agree(ready: Prepared, placement: Placement, *, batch: int, journal: Journal | None) -> tuple[Placement, int]:
     """Choose the placement and batch size that suit every process.
 
     Raises InvalidSetting for fewer sequences than processes, and for a model that is read block by block where not every
@@ -170,5 +170,5 @@ def _agree(
                 "machines share, or pass `offload=False`."
             )
         if not placement.streamed:
-            placement = choose_placement(recipe.model_copy(update={"offload": True}), ready, files=True)
+            placement = choose_placement(ready.recipe.model_copy(update={"offload": True}), ready, files=True)
     return placement, batch

@@ -9,10 +9,8 @@ from sparsellm.models.blocks import Block
 from sparsellm.pipeline.costs import BlockShapes, Cost, Work, work
 from sparsellm.pipeline.events import GENERATING, PREDICTING, TRAINING
 from sparsellm.pipeline.loading import Placement
-from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.recovery import BlockRecovery
-from sparsellm.pipeline.training import count_generated, model_bytes, model_step, numbers_outside, trained_of
+from sparsellm.pipeline.preparation import Prepared, PreparedRecovery
+from sparsellm.pipeline.training import ModelTraining, model_step
 from sparsellm.training.block_training import windows_a_step
 from sparsellm.training.distillation import count_held_out
 from sparsellm.training.generation import AT_A_TIME
@@ -45,13 +43,14 @@ STORED_COPIES = 4
 """float32 copies of the trained numbers that a durable state has: the present ones, the best ones, and Adam's two moments."""
 
 
-def state_bytes(recipe: RunRecipe, ready: Prepared) -> int:
-    """Bytes of the durable state of training the whole model or the largest block; 0 for a run that does not train."""
-    train, rank = trained_of(recipe)
-    sizes = [trained_numbers(block, train, rank) for block in ready.blocks if planned_layers(block, ready.plan)]
-    if isinstance(ready.method, BlockRecovery) and ready.method.training.steps:
-        return 4 * STORED_COPIES * max(sizes, default=0)
-    return 4 * STORED_COPIES * (sum(sizes) + numbers_outside(recipe, ready.method, ready.skeleton)) if recipe.model_steps else 0
+def _state_bytes(numbers: int) -> int:
+    """Bytes of the durable state of training so many numbers."""
+    return 4 * STORED_COPIES * numbers
+
+
+def _trained(ready: Prepared, train: Train, rank: int) -> list[int]:
+    """The trained numbers of each block that has pruned layers."""
+    return [trained_numbers(block, train, rank) for block in ready.blocks if planned_layers(block, ready.plan)]
 
 
 def _step_work(blocks: Sequence[Block], train: Train, rank: int, *, batches: int, outside: int = 0) -> Work:
@@ -71,8 +70,9 @@ def _step_work(blocks: Sequence[Block], train: Train, rank: int, *, batches: int
     return done + once + batches * work(4 * rank * weights, passes=(read + MASK_BYTES) * weights)  # Bᵀ G and G Aᵀ
 
 
-def block_training_cost(method: BlockRecovery, ready: Prepared, shapes: BlockShapes) -> Cost:
-    """What recovering a block takes: its pruned weights are copied, and it is trained if the method has steps."""
+def block_training_cost(ready: PreparedRecovery, shapes: BlockShapes) -> Cost:
+    """What recovering a block takes: its pruned weights are copied, and it is trained if the recovery trains blocks."""
+    method = ready.method
     moved, steps = work(passes=8 * shapes.parameters), method.training.steps
     if not steps or not shapes.active:  # the output head is not trained
         return Cost(0, [], moved)
@@ -87,7 +87,8 @@ def block_training_cost(method: BlockRecovery, ready: Prepared, shapes: BlockSha
     largest = max(pruned, key=lambda block: trained_numbers(block, "full", 0))
     one = _step_work([largest], method.train, rank, batches=-(-per_step // shapes.batch))
     done = moved + shapes.forward(shapes.tokens) + steps * (3 * shapes.forward(per_step) + one) + validations
-    return Cost(memory, [2 * shapes.stream], done)
+    state = _state_bytes(max(_trained(ready, method.train, rank)))
+    return Cost(memory, [2 * shapes.stream], done, state=state)
 
 
 def generation_cost(ready: Prepared, placement: Placement, count: int) -> Cost:
@@ -103,11 +104,11 @@ def generation_cost(ready: Prepared, placement: Placement, count: int) -> Cost:
 
 
 def model_training_costs(
-    recipe: RunRecipe, ready: Prepared, placement: Placement, shapes: BlockShapes
+    training: ModelTraining, ready: Prepared, placement: Placement, shapes: BlockShapes
 ) -> Iterator[tuple[str, Cost]]:
     """What each stage of training the whole model takes, by its name."""
     samples, length = ready.windows.shape
-    more, vocabulary, depth = count_generated(recipe, samples, length), shapes.vocabulary, shapes.depth
+    more, vocabulary, depth = training.count_generated(samples, length), shapes.vocabulary, shapes.depth
     if more:
         yield GENERATING, generation_cost(ready, placement, more)
     whole = 4 * (placement.model // shapes.stored)  # float32
@@ -115,19 +116,20 @@ def model_training_costs(
     states = 4 * tokens * shapes.width
     yield PREDICTING, Cost(whole + states + shapes.batch * shapes.forward_bytes, [], depth * shapes.forward(tokens))
     per_step, held_out = model_step(samples, length), count_held_out(ready.windows)
-    train, rank = trained_of(recipe)
     blocks = sum(sum(x.numel() for x in block.module.parameters()) for block in ready.blocks)
-    batch = min(per_step, recipe.batch_size or samples) * length
-    outside = numbers_outside(recipe, ready.method, ready.skeleton)
-    copies = whole - 4 * (blocks + outside) + model_bytes(recipe, ready.method, ready, ready.windows, vocabulary=vocabulary)
+    batch = min(per_step, training.batch_size or samples) * length
+    outside = training.numbers_outside(ready.skeleton)
+    copies = whole - 4 * (blocks + outside) + training.memory_bytes(ready, ready.windows)
     memory = copies + 2 * batch * shapes.forward_bytes  # of the block whose activations are computed again
-    validated = (min(VALIDATIONS, recipe.model_steps) + 1) * held_out * length
-    stepped = recipe.model_steps * per_step * length
+    validated = (min(VALIDATIONS, training.steps) + 1) * held_out * length
+    stepped = training.steps * per_step * length
     logits = work()
     for tokens, (products, passes) in zip((stepped, validated), LOGITS, strict=True):
         logits += tokens * work(2 * products * vocabulary * shapes.width, passes=4 * passes * vocabulary)
     if outside:
         logits += stepped * work(2 * vocabulary * shapes.width)  # the gradient by the output head
-    step = _step_work(ready.blocks, train, rank, batches=-(-per_step * length // batch), outside=outside)
+    step = _step_work(ready.blocks, training.train, training.rank, batches=-(-per_step * length // batch), outside=outside)
     passed = 4 * stepped + validated  # forward, again forward, and backward
-    yield TRAINING, Cost(memory, [], depth * shapes.forward(passed) + logits + recipe.model_steps * step)
+    done = depth * shapes.forward(passed) + logits + training.steps * step
+    state = _state_bytes(sum(_trained(ready, training.train, training.rank)) + outside)
+    yield TRAINING, Cost(memory, [], done, state=state)

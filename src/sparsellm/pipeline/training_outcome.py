@@ -11,7 +11,6 @@ from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 
 if TYPE_CHECKING:
     from sparsellm.methods import TrainingResult
-    from sparsellm.pipeline.recipe import RunRecipe
     from sparsellm.pipeline.results import GradualResult
 
 WHOLE_MODEL = "whole model"
@@ -56,18 +55,26 @@ def describe_losses(training: TrainingResult) -> str:
     return f"Held-out loss: {training.before:.4g} before training, {training.after:.4g} after step {steps}, which is kept."
 
 
-def why_unchanged(training: TrainingResult, recipe: RunRecipe) -> str:
-    """Why no step of a training of the whole model lowered its loss, and what to change."""
+def why_unchanged(training: TrainingResult) -> str:
+    """Why no step of the training of a pruning run lowered its loss, and what to change."""
+    return f"{_no_step(training)}. Use more `samples`"
+
+
+def why_not_recovered(recipe: RecoveryRecipe, training: TrainingResult) -> str:
+    """Why no step of a recovery of the whole model lowered its loss, and what to change."""
     _, first, *_ = training.curve
-    best = min(point.held_out for point in training.curve[1:])
-    losses = f"{training.before:.4g} before and at best {best:.4g} after"
-    message = f"no step lowered the held-out loss, {losses}: the weights are unchanged"
-    if not isinstance(recipe, RecoveryRecipe):
-        return f"{message}. Use more `samples`"
     default = type(recipe).default_steps(recipe.scope)
     if first.held_out > training.before and recipe.resolved_steps < default:
         return (
-            f"{message}. The learning rate was at its height after {first.step} of {recipe.resolved_steps} steps, the loss "
-            f"{first.held_out:.4g}, and too few steps with a low rate followed. Pass more `steps`, by default {default}"
+            f"{_no_step(training)}. The learning rate was at its height after {first.step} of {recipe.resolved_steps} steps, "
+            f"the loss {first.held_out:.4g}, and too few steps with a low rate followed. "
+            f"Pass more `steps`, by default {default}"
         )
-    return f"{message}. Use more text, with more `samples`, or more `steps`"
+    return f"{_no_step(training)}. Use more text, with more `samples`, or more `steps`"
+
+
+def _no_step(training: TrainingResult) -> str:
+    """That no step lowered the loss, with the losses."""
+    best = min(point.held_out for point in training.curve[1:])
+    losses = f"{training.before:.4g} before and at best {best:.4g} after"
+    return f"no step lowered the held-out loss, {losses}: the weights are unchanged"

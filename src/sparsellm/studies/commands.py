@@ -33,15 +33,13 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: GradualRe
         call = f"sparsellm.prune({recipe.model!r}, method={recipe.method}(){settings})"
         return f"# in Python, with the {recipe.method} of this run\n{call}.save_pretrained({output!r})"
     stages: list[list[str]] = []
-    if gradual and isinstance(recipe, RecoveryRecipe):
+    if gradual:
         recipe = recipe.model_copy(update={"pruned": gradual.pruned})
         stages = [["--from", gradual.start], ["--to", gradual.to], ["--stages", str(len(gradual.stages))]]
-    lines, without = [["sparsellm", "prune", recipe.model, output]], {"model"}
-    if isinstance(recipe, RecoveryRecipe):  # `recover` takes the dtype of the pruned checkpoint
-        lines = [["sparsellm", "recover", recipe.pruned, output], ["--against", recipe.model]]
-        without = {"model", "pruned", "dtype"}
-    lines += stages
-    for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=without).items():
+    lines = [["sparsellm", recipe.command, getattr(recipe, recipe.argument), output]]
+    lines += [[_option(option), getattr(recipe, name)] for name, option in recipe.renamed.items()] + stages
+    told = {recipe.argument, *recipe.renamed, *recipe.inherited}
+    for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=told).items():
         option = _option(name)
         if isinstance(value, bool):
             lines.append([option if value else option.replace("--", "--no-", 1)])

@@ -27,9 +27,9 @@ from sparsellm.pipeline.events import (
     advance_by,
 )
 from sparsellm.pipeline.packing import pack
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import METHODS
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.speed import measure_bench
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
@@ -89,7 +89,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     rows = [Row("dense", dense.value, dense.standard_error, 0.0, 0.0)]
     for number, (method, recipe) in enumerate(recipes.items(), 2):
         observe(NextRun(number, 1 + len(recipes), method))
-        result = run(recipe, partial(_observe_run, observe))
+        result = prune_run(recipe, partial(_observe_run, observe))
         observe(Stage(MEASURING))
         pruned = measured(result.model, tests, "demo", progress=progress)
         report = result.report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class GradualPruning:
         start: Sparsity before the first stage.
         sparsities: Sparsity of each stage.
         output: Folder of the last stage.
-        runs: The recipe of each run, in order, by the folder that it is written to.
+        prunings: The pruning run of each stage, by the folder that it is written to.
+        recoveries: The recovery of each stage, by the folder that it is written to.
     """
 
     recipe: RecoveryRecipe
@@ -62,7 +63,14 @@ class GradualPruning:
     start: Unstructured
     sparsities: tuple[Unstructured, ...]
     output: Path
-    runs: Mapping[Path, Recipe | RecoveryRecipe]
+    prunings: Mapping[Path, Recipe]
+    recoveries: Mapping[Path, RecoveryRecipe]
+
+    @property
+    def runs(self) -> dict[Path, Recipe | RecoveryRecipe]:
+        """The recipe of each run, in order, by the folder that it is written to."""
+        pairs = zip(self.prunings.items(), self.recoveries.items(), strict=True)
+        return dict(run for pair in pairs for run in pair)
 
     @property
     def folder(self) -> Path:
@@ -72,7 +80,7 @@ class GradualPruning:
     @property
     def stages(self) -> list[Path]:
         """Folder of each stage's recovery."""
-        return [folder for folder, recipe in self.runs.items() if isinstance(recipe, RecoveryRecipe)]
+        return list(self.recoveries)
 
     def finished(self) -> list[bool]:
         """Whether each run need not be repeated: it is finished, or a later one is."""
@@ -106,11 +114,11 @@ class GradualPruning:
             if not (resume and is_finished(folder)):
                 for source in (recipe.model, self.recipe.pruned):
                     check_output(folder, overwrite or resume or (restart and unfinished), source)
-            elif isinstance(recipe, RecoveryRecipe):
-                self._check_same(folder, recipe)
+            elif folder in self.recoveries:
+                self._check_same(folder, self.recoveries[folder])
         for folder, done in zip(self.runs, self.finished(), strict=True):
-            if resume and done and isinstance(recipe := self.runs[folder], RecoveryRecipe):
-                check_output(recipe.pruned, overwrite=True, dense=self.recipe.pruned)
+            if resume and done and folder in self.recoveries:
+                check_output(self.recoveries[folder].pruned, overwrite=True, dense=self.recipe.pruned)
                 self.remove_input(folder)  # the run may have been killed just before
         if not any(resume and is_finished(folder) for folder in self.runs):
             recovery_plan(self.recipe, open_model(self.recipe).source)
@@ -164,9 +172,8 @@ class GradualPruning:
 
     def remove_input(self, folder: Path) -> None:
         """Remove the pruned checkpoint of a stage, once it is recovered."""
-        recipe = self.runs[folder]
-        if isinstance(recipe, RecoveryRecipe):
-            remove_output(Path(recipe.pruned))
+        if folder in self.recoveries:
+            remove_output(Path(self.recoveries[folder].pruned))
 
 
 def stages_folder(output: Path) -> Path:
@@ -213,8 +220,8 @@ def read_stages(
             "Pass a checkpoint that was pruned without `values` and `bits`, or recover this one without `from` and `to`."
         )
     path = local_path(output)
-    runs = dict(_runs(recipe, finished, sparsities, path))
-    return GradualPruning(recipe, finished.digests.report, lowest, sparsities, path, runs)
+    prunings, recoveries = _runs(recipe, finished, sparsities, path)
+    return GradualPruning(recipe, finished.digests.report, lowest, sparsities, path, prunings, recoveries)
 
 
 def _unstructured(name: str, value: str) -> Unstructured:
@@ -242,17 +249,19 @@ def _sparsities(lowest: Unstructured, highest: Unstructured, stages: int) -> tup
 
 def _runs(
     recipe: RecoveryRecipe, finished: Output, sparsities: tuple[Unstructured, ...], output: Path
-) -> Iterator[tuple[Path, Recipe | RecoveryRecipe]]:
-    """The recipe of each run with the folder that it is written to."""
+) -> tuple[dict[Path, Recipe], dict[Path, RecoveryRecipe]]:
+    """The pruning run and the recovery of each stage, by the folder that they are written to."""
+    prunings, recoveries = {}, {}
     settings = _pruning_settings(recipe, finished)
     model = recipe.pruned
     for number, sparsity in enumerate(sparsities, 1):
         name = str(sparsity).removesuffix("%")
         pruned = stages_folder(output) / f"{name}-pruned"
         folder = output if number == len(sparsities) else stages_folder(output) / name
-        yield pruned, validated(Recipe, {**settings, "model": model, "sparsity": str(sparsity)})
-        yield folder, recipe.model_copy(update={"pruned": str(pruned)})
+        prunings[pruned] = validated(Recipe, {**settings, "model": model, "sparsity": str(sparsity)})
+        recoveries[folder] = recipe.model_copy(update={"pruned": str(pruned)})
         model = str(folder)
+    return prunings, recoveries
 
 
 def _pruning_settings(recipe: RecoveryRecipe, finished: Output) -> dict[str, Any]:

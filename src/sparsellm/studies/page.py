@@ -195,7 +195,7 @@ def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]
         "tables": tables | _stages(report) | (speed_tables(bench) if bench else {}),
         "legend": " ".join(error_legend(figures.values())) if measured else "",
         "worst": worst if worst[1] else None,
-        "not_predicted": _not_predicted(recipe),
+        "not_predicted": "" if recovery else _not_predicted(recipe),
         "costs": costs.describe() if costs else [],
         "exclude": exclude_options(costs.exclude) if costs else "",
         "plots": run_plots(report) + ([speed_plot(bench)] if bench else []),
@@ -224,9 +224,7 @@ def _stages(report: Report) -> dict[str, tuple[list[str], list[list[str]]]]:
 
 
 def _not_predicted(recipe: Recipe | RecoveryRecipe) -> str:
-    """Why the costs of a run's layers are not known; empty for a recovery."""
-    if isinstance(recipe, RecoveryRecipe):
-        return ""
+    """Why the costs of a run's layers are not known."""
     if recipe.allocation_rule == "fisher":
         text = setting_name(recipe, "evaluate")
         return f"Not measured: name a text as {text}. What is predicted does not hold for a method that compensates."

@@ -15,11 +15,13 @@ from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.inputs import Inputs, SameInputs, check_kept
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.output_folder import WORK, is_finished
-from sparsellm.pipeline.output_lock import locked, recover_output, refuse_links, remove
+from sparsellm.pipeline.output_lock import locked, not_moved, recover_output, refuse_links, remove
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.run import run
+from sparsellm.pipeline.run import RunArguments
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.runtime import collectives
 from sparsellm.studies.gradual import GradualPruning
@@ -76,22 +78,27 @@ def check_outputs(
         path = local_path(output)
         refuse_links(path, path / WORK)
         unfinished = (path / WORK).exists()
-        entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
-        if files := sorted(str(entry.relative_to(path.parent)) for entry in entries if entry.is_file()):
-            raise OutputExists(
-                f"{files[0]} is a file. Name a new folder for {len(folders)} outputs, or one that holds no files."
-            )
+        _check_no_files(path, len(folders))
         if unfinished and not resume and not restart:
             raise CannotResume(f"{output} is unfinished. Pass `resume` to continue it, or `restart` to start over.")
         overwrite = overwrite or (restart and unfinished)
     for folder, recipe in folders.items():
         recover_output(folder)
-        if isinstance(recipe, RecoveryRecipe):  # the pruned checkpoint is finished, but no output to keep
-            check_output(folder, overwrite or resume or restart, recipe.pruned)
+        for other in recipe.also_read:  # a pruned checkpoint is finished, but no output to keep
+            check_output(folder, overwrite or resume or restart, other)
         if not (resume and is_finished(folder)):
             check_output(folder, overwrite, recipe.model)
         else:
             check_kept(folder, recipe)
+
+
+def _check_no_files(path: Path, count: int) -> None:
+    """Raise OutputExists if the folder for so many outputs is a file or holds files, as an output does."""
+    with not_moved(path):
+        entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
+        files = sorted(str(entry.relative_to(path.parent)) for entry in entries if entry.is_file())
+    if files:
+        raise OutputExists(f"{files[0]} is a file. Name a new folder for {count} outputs, or one that holds no files.")
 
 
 def run_each(
@@ -163,7 +170,11 @@ def _run_into(
     with work_directory(folder, resume, restart) as work:
         # Another command may have finished it since the command checked it.
         collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))
-        result = run(recipe, observe, work=work, shared=shared, name=name, check=check)
+        arguments: RunArguments = {"work": work, "shared": shared, "name": name, "check": check}
+        if isinstance(recipe, RecoveryRecipe):
+            result = recover_run(recipe, observe, **arguments)
+        else:
+            result = prune_run(recipe, observe, **arguments)
         if gradual and collectives.is_main():
             gradual.record(folder, result.report)
         observe(Stage(WRITING))
@@ -193,8 +204,10 @@ def shared_results(output: str | Path, folders: Collection[Path], observer: Obse
     work = local_path(output) / WORK
     with ExitStack() as locks:
         if collectives.is_main():
-            locks.enter_context(locked(output))
-            if local_path(output) not in (last := local_path(list(folders)[-1])).parents:
+            path = locks.enter_context(locked(output))
+            if local_path(output) in (last := local_path(list(folders)[-1])).parents:
+                _check_no_files(path, len(folders))  # another command may have finished an output there meanwhile
+            else:
                 locks.enter_context(locked(last))
         try:
             yield DenseCache(work / "dense", observer)

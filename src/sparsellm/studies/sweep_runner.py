@@ -26,9 +26,9 @@ from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.inputs import OF_THE_MACHINE, Inputs, OtherContents, changed_input
 from sparsellm.pipeline.output_folder import SWEEP, is_sweep
 from sparsellm.pipeline.output_lock import refuse_links
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.run import run
 from sparsellm.pipeline.wording import worded
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.studies.sweep_cells import Cell, Sweep
@@ -282,7 +282,7 @@ def run_cell(
 
     def prune(restart: bool) -> Result:
         with work_directory(cell_folder.model, resume=not restart, restart=restart) as work:
-            result = run(recipe, observe, work=work, shared=shared, name=cell_folder.name, check=check)
+            result = prune_run(recipe, observe, work=work, shared=shared, name=cell_folder.name, check=check)
             then(result)
         with suppress(OSError):
             cell_folder.model.rmdir()  # fails if the model was saved there

@@ -16,7 +16,7 @@ from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.results import STAGE_STATES, GradualResult, StageResult
-from sparsellm.pipeline.training_outcome import describe_losses, why_unchanged
+from sparsellm.pipeline.training_outcome import describe_losses, why_not_recovered, why_unchanged
 from sparsellm.studies.compare import ComparedRun
 from sparsellm.studies.measures import capitalized
 from sparsellm.studies.page import verdict
@@ -62,7 +62,7 @@ def test_a_recovery_is_described_by_what_it_did(tmp_path: Path) -> None:
     assert said == "nothing was recovered from p50: none of 30 gradient steps over each block lowered the held-out loss"
     said = report_of(blocks, RISEN, FALLEN, FALLEN).describe()
     assert said.endswith("over each block, 1 of 3 blocks unchanged, since no step lowered the loss")
-    (warning,) = report_of(blocks, RISEN, FALLEN).warnings(None)
+    (warning,) = report_of(blocks, RISEN, FALLEN).recovery_warnings()
     assert warning.startswith("no step lowered the held-out loss of 1 of 2 blocks, b.0 first: the weights there are unchanged.")
 
 
@@ -76,15 +76,16 @@ def test_the_losses_say_which_step_is_kept() -> None:
 
 def test_the_reason_comes_with_the_option_to_change(tmp_path: Path) -> None:
     """More steps where these are few; more text where they are not, and for a pruning that trains (`effort` best)."""
-    said = why_unchanged(RISEN, recovery(tmp_path))
+    said = why_not_recovered(recovery(tmp_path), RISEN)
     assert said.startswith(
         "no step lowered the held-out loss, 0.029 before and at best 0.054 after: the weights are unchanged."
     )
     assert "at its height after 15 of 30 steps, the loss 0.06, and too few steps with a low rate followed." in said
     assert said.endswith("Pass more `steps`, by default 1200")
-    assert "more `samples`, or more `steps`" in why_unchanged(trained(0.02, 0.03, steps=1200), recovery(tmp_path, steps=None))
-    best = Recipe(model="m", sparsity="50%", calibration="demo", effort="best")
-    assert why_unchanged(RISEN, best).endswith("unchanged. Use more `samples`")
+    assert "more `samples`, or more `steps`" in why_not_recovered(
+        recovery(tmp_path, steps=None), trained(0.02, 0.03, steps=1200)
+    )
+    assert why_unchanged(RISEN).endswith("unchanged. Use more `samples`")
 
 
 def gradual(tmp_path: Path, *steps: int, **settings: Any) -> Report:

@@ -1,0 +1,144 @@
+"""A pruning run: open, plan, place, load, measure, prune, measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from sparsellm.activations.fisher import FisherFactors
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.methods import BlockResult
+from sparsellm.methods.rounding import IntegerValues
+from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.models.output_head import blocks_and_head
+from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
+from sparsellm.pipeline.early_checks import check_inputs
+from sparsellm.pipeline.events import ALLOCATION, LAYERS, OPENING, READING_TEXTS, Observer, add_note, phase
+from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.layer_costs import dense_outputs, measure_layers
+from sparsellm.pipeline.loading import open_model
+from sparsellm.pipeline.outputs import changed_before
+from sparsellm.pipeline.planning import fit_to_memory
+from sparsellm.pipeline.preparation import PreparedPruning, make_plan, prepare_pruning
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_fields import RULES
+from sparsellm.pipeline.recipe_methods import integer_values
+from sparsellm.pipeline.run import Run, RunArguments, recorded
+from sparsellm.pipeline.sequential import prune_blocks
+from sparsellm.pipeline.stages import sensitivities, train_model, training_data
+from sparsellm.pipeline.training_outcome import why_unchanged
+from sparsellm.texts.in_memory import Given
+
+
+@torch.inference_mode(False)  # a caller's own would leave no gradients
+def prune_run(
+    recipe: Recipe,
+    observe: Observer | None = None,
+    *,
+    given: Given | None = None,
+    source: Checkpoint | InMemoryModel | None = None,
+    **arguments: Unpack[RunArguments],
+) -> Result:
+    """Run a recipe up to the pruned model and its report; `Result.save_pretrained` writes them.
+
+    Invalid input is rejected before the weights are read.
+
+    Args:
+        observe: Callback that receives every event.
+        given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
+        source: Model that replaces the recipe's.
+        **arguments: See `RunArguments`.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`.
+    """
+    check_inputs(recipe, given=given, has_model=source is not None)
+    with recorded(recipe, observe) as records:
+        report, observer = records.report, records.observer
+        with phase(OPENING, report, observer):
+            opened = open_model(recipe, source)
+            method, plan = make_plan(recipe, opened)
+            report.origin = opened.source.origin()
+        with phase(READING_TEXTS, report, observer):
+            ready = prepare_pruning(
+                opened, recipe, method, plan, report=report, observer=observer, given=given, shared=arguments.get("shared")
+            )
+        run = Run.start(ready, records, fit_to_memory, **arguments)
+        rule = recipe.allocation_rule
+        run.schedule([f"{ALLOCATION} ({rule})"] if rule in RULES[1:] else [], costs=_layer_stages(run))
+        with run.unchanged():
+            loaded = run.load_and_check()
+            run.measure("dense", loaded)
+            dense = dense_outputs(loaded, ready, report, observer)
+            loaded = run.in_batches(loaded, partial(_prune, run))
+            report.add_changes(changed_before(ready.source.folder))
+            for text in report.pruning_warnings(getattr(getattr(method, "solver", None), "damping", None)):
+                add_note(text, report, observer)
+            with run.noting_not_measured():
+                run.measure("pruned", loaded)
+                if dense:
+                    measure_layers(report, loaded, ready, dense=dense, observer=observer)
+        return run.finish(loaded)
+
+
+def _layer_stages(run: Run[PreparedPruning]) -> list[str]:
+    """The stage in which the layers that cost most are measured, in a list; empty where they are not."""
+    ready = run.ready
+    is_measured = ready.recipe.allocation_rule == "fisher" and ready.tests and isinstance(ready.source, Checkpoint)
+    has_head = blocks_and_head(ready.skeleton, ready.plan)[-1].is_head
+    return [LAYERS] if is_measured and not run.placement.streamed and not has_head else []
+
+
+def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Tensor]) -> None:
+    """Allocate sparsity, prune block by block, and train the whole model, each if the recipe says so.
+
+    Args:
+        batches: Calibration token ids, each (batch, length) without padding.
+    """
+    ready, report, observer, journal = run.ready, run.report, run.observer, run.journal
+    recipe, plan, method = ready.recipe, ready.plan, ready.method
+    blocks = blocks_and_head(loaded.model, plan)
+    metrics: Sequence[Tensor] = []
+    factors: Mapping[str, FisherFactors] = {}
+    allocated: Allocated | None = None
+    values: IntegerValues | None = integer_values(recipe)
+    with run.dense_cache(loaded) as cache:
+        if method.needs_fisher:
+            metrics = sensitivities(loaded, batches, report=report, observer=observer, cache=cache)
+        if recipe.allocation_rule in RULES[1:]:
+            with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
+                allocated = cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
+                plan, factors, values = allocated.plan, allocated.factors, allocated.values or values
+                advance(1, 1)
+        data, training = None, ready.training
+        if training:
+            copies_head = blocks[-1].is_head or training.trains_outside
+            data = training_data(
+                loaded, ready, training, batches, report=report, observer=observer, cache=cache, copies_head=copies_head
+            )
+    if values:
+        method = replace(method, values=values)  # type: ignore[type-var]
+    visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
+    with phase(ready.stage, report, observer, blocks=visited, layers=len(plan)):
+        for step in prune_blocks(loaded, batches, method, plan, metrics=metrics, factors=factors, journal=journal):
+            observer(step)
+            if isinstance(step, BlockResult):
+                report.blocks.append(step)
+                if allocated:
+                    allocated.spend(step, blocks[step.index])
+    if training and data:
+        train_model(
+            loaded,
+            training,
+            data,
+            plan=plan,
+            report=report,
+            observer=observer,
+            journal=journal,
+            why_unchanged=why_unchanged,
+        )
