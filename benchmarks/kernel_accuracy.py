@@ -24,7 +24,7 @@ from sparsellm.formats.bitmask import Bitmask
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.texts.texts import read_text
-from sparsellm.texts.tokenization import tokenize
+from sparsellm.texts.tokenized import tokenize
 
 FILE = MEASURED / "kernel-accuracy.json"
 MODELS = ("demo:opt", "demo:llama", "wt2-opt", "wt2-llama")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.encoding import decode, encode
-from sparsellm.pipeline.packed_values import NearestIntegers, quantize
+from sparsellm.pipeline.packing import NearestIntegers, quantize
 from sparsellm.pipeline.report import load_report
 from sparsellm.solvers.integers import BITS_OF
 from sparsellm.solvers.quantization import Quantized

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, OutputExists
-from sparsellm.studies.output_files import check_files, write_files
+from sparsellm.studies.interface import check_files, write_files
 
 Command = Callable[..., Result]
 

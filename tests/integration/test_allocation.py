@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsellm.activations.fisher import FisherFactors
-from sparsellm.allocation import budget as balance
 from sparsellm.allocation import scores as allocation
-from sparsellm.allocation.budget import CAUTION
-from sparsellm.allocation.scores import allocate, owl
+from sparsellm.allocation import scores as balance
+from sparsellm.allocation.scores import CAUTION, allocate, owl
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import blocks_of

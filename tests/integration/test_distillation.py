@@ -25,13 +25,12 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from sparsellm.methods import Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.kv_cache import preallocate, preallocated_layer
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.training import generation
 from sparsellm.training.distillation import Group, distill, group_batches, last_states
-from sparsellm.training.generation import generate_samples
+from sparsellm.training.generation import generate_samples, preallocate, preallocated_layer
 from sparsellm.training.masked_training import MaskedAdam
 from tests.pruning import prune_blocks
 

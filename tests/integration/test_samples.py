@@ -24,7 +24,7 @@ import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, Unreachable
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
-from sparsellm.texts.tokenization import tokenize
+from sparsellm.texts.tokenized import tokenize
 
 SHARED = Path(__file__).parents[3] / "shared"
 BOS, PAD = 1, 2

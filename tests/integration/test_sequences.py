@@ -26,7 +26,7 @@ from sparsellm.texts import samples, tokenized
 from sparsellm.texts.padding import PADDING
 from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
-from sparsellm.texts.tokenization import adds_bos
+from sparsellm.texts.tokenized import adds_bos
 from sparsellm.training.generation import generate_samples
 from tests.conftest import byte_tokenizer, report_of
 from tests.integration.test_samples import BOS, counting, runs, tokenizer, written

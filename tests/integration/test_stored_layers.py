@@ -16,9 +16,8 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadCheckpoint, SparseLLMError
 from sparsellm.models.architectures import ARCHITECTURES
-from sparsellm.pipeline.inspection import Inspection, _listed_by_class, _listed_by_files
+from sparsellm.pipeline.inspection import Inspection, _listed_by_class, _listed_by_files, stored_layers
 from sparsellm.pipeline.loading import open_source
-from sparsellm.pipeline.stored_layers import stored_layers
 from tests.conftest import byte_tokenizer, long_unless
 from tests.integration import test_families, test_hybrids
 from tests.integration.test_tied_weights import BODIES, HEADS, store, tied_model
@@ -185,7 +184,7 @@ def test_the_class_tells_where_the_run_had_another(
     assert stored_layers(str(tmp_path / "memory")) is None
     sparsellm.prune(tiny["llama"], "magnitude", "2:4").save_pretrained(tmp_path / "out")
     assert stored_layers(str(tmp_path / "out")) is not None
-    monkeypatch.setattr("sparsellm.pipeline.stored_layers.version", lambda _: "4.57.0")
+    monkeypatch.setattr("sparsellm.pipeline.inspection.version", lambda _: "4.57.0")
     assert stored_layers(str(tmp_path / "out")) is None
 
 

@@ -23,7 +23,7 @@ LET_PASS = ("raise_unless_damaged(error)", "out_of_memory(error)", "MemoryError"
 ELSEWHERE = {
     "peft.py": "an adapter on a model that is in memory already",
     "runtime/devices.py": "the trial of a device",
-    "texts/chat_templates.py": "a template may ask for endless memory",
+    "texts/tokenized.py": "a template may ask for endless memory",
     "pipeline/hub.py": "an upload",
     "pipeline/tracking.py": "trackers",
     "cli/options.py": "usage",

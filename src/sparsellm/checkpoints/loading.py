@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,7 +30,6 @@ from sparsellm.checkpoints.packed_files import METHOD
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
-from sparsellm.checkpoints.unmapped import read_unmapped
 from sparsellm.errors import BadCheckpoint, InvalidSetting, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
@@ -281,3 +280,24 @@ def context_length(config: PretrainedConfig) -> int:
     """Return the maximum sequence length of a configuration, in tokens; 2048 if it has none, or -1 for no limit."""
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else 2048
+
+
+@contextmanager
+def read_unmapped() -> Iterator[None]:
+    """Have transformers read weights into memory within the context, as this package does, instead of mapping their files.
+
+    A mapped file that another program writes to changes the loaded model, and one that is cut off ends the process. Versions
+    of transformers and safetensors without that choice map files all the same.
+    """
+    from transformers import modeling_utils
+
+    opened = modeling_utils.safe_open
+
+    def read(*arguments: Any, **keywords: Any) -> Any:
+        return opened(*arguments, **keywords | ({"backend": "pread"} if "backend" in keywords else {}))
+
+    modeling_utils.safe_open = read
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open = opened

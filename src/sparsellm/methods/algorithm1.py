@@ -41,8 +41,8 @@ class PublishedSparseLLM:
     r"""Prune a block's feed-forward layers for the output of the whole part, and its attention layers for their own outputs.
 
     Alternates between the weights, each solved by the layer solver toward the current signals, and the signals, each updated in
-    closed form (`sparsellm.methods.signal_updates`). Epoch 1 prunes the dense weights, so one epoch is layer-wise pruning, to
-    the bit.
+    closed form (`sparsellm.methods.auxiliary_signals`). Epoch 1 prunes the dense weights, so one epoch is layer-wise pruning,
+    to the bit.
 
     Follows Bai et al., SparseLLM: towards global pruning of pre-trained language models (NeurIPS 2024), Algorithm 1, eqs. 5-12.
 

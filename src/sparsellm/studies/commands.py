@@ -38,8 +38,8 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: GradualRe
         stages = [["--from", gradual.start], ["--to", gradual.to], ["--stages", str(len(gradual.stages))]]
     lines = [["sparsellm", recipe.command, getattr(recipe, recipe.argument), output]]
     lines += [[_option(option), getattr(recipe, name)] for name, option in recipe.renamed.items()] + stages
-    told = {recipe.argument, *recipe.renamed, *recipe.inherited}
-    for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=told).items():
+    elsewhere = {recipe.argument, *recipe.renamed, *recipe.inherited}
+    for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere).items():
         option = _option(name)
         if isinstance(value, bool):
             lines.append([option if value else option.replace("--", "--no-", 1)])

@@ -1,22 +1,23 @@
-"""`sweep`, `search`, `report` and `bench` in Python."""
+"""`sweep`, `search`, `report` and `bench` in Python, and the pages that they write beside outputs."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.early_checks import check_results
 from sparsellm.pipeline.events import Observer, combine_observers
 from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.output_folder import REPORT, WORK, check_place
 from sparsellm.pipeline.packed_card import record_speed, recordable
 from sparsellm.pipeline.recipe_fields import MethodName
 from sparsellm.pipeline.recipe_file import read_search
@@ -28,13 +29,13 @@ from sparsellm.studies.commands import bench_command
 from sparsellm.studies.compare import Comparison, read_comparison
 from sparsellm.studies.comparison import write_tables
 from sparsellm.studies.figures import style
-from sparsellm.studies.output_files import check_files, write_files
-from sparsellm.studies.page import comparison_page, figure_files, page_name, report_page
+from sparsellm.studies.page import comparison_page, figure_files, page_name, render, report_page
 from sparsellm.studies.search import Search, search_sparsity
-from sparsellm.studies.speed_page import speed_page
+from sparsellm.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
 from sparsellm.studies.sweep_file import read_sweep
 from sparsellm.studies.sweep_runner import Outcome, run_sweep
 from sparsellm.studies.target import Target
+from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path
 
 Folder = TypeVar("Folder", bound=str | Path)
@@ -298,3 +299,82 @@ def _check_page(output: str | Path | None, *, overwrite: bool, otherwise: str = 
         got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
         raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write{otherwise}.")
     check_files([local_path(output)], overwrite=overwrite)
+
+
+MARKS = (
+    b'<meta name="generator" content="sparsellm">',
+    b"<dc:title>sparsellm</dc:title>",
+    b"Software\0sparsellm",
+)
+"""What HTML, SVG and PNG files hold near their start that this package wrote."""
+
+HEAD = 4096
+"""Bytes at the start of a file in which a mark stands."""
+
+
+def check_files(files: Iterable[Path], *, overwrite: bool) -> None:
+    """Check that pages or plots can be written.
+
+    Args:
+        overwrite: Whether to replace files that sparsellm did not write.
+
+    Raises:
+        InvalidSetting: A path is a folder, is inside the output of a run, or cannot be written.
+        OutputExists: A file exists that sparsellm did not write.
+    """
+    for file in files:
+        if file.is_dir():
+            raise InvalidSetting(f"{file} is a folder. Name a file to write.")
+        place = file.absolute()
+        check_place(file, place)
+        for folder in {*place.parents, *place.resolve().parents}:
+            if (folder / REPORT).is_file() or (folder / WORK).exists():
+                raise InvalidSetting(f"{file} is inside {folder.name}, the output of a run. Choose a place outside of it.")
+        if not overwrite and (file.is_symlink() or file.exists()) and not _is_ours(file):
+            raise OutputExists(
+                f"{file} exists, and sparsellm did not write it. Choose another name, or pass `overwrite=True` to replace it."
+            )
+
+
+def write_files(contents: Mapping[Path, bytes], *, overwrite: bool) -> None:
+    """Write pages or plots once all of them are checked as `check_files` does, in new folders if need be."""
+    check_files(contents, overwrite=overwrite)
+    for file, content in contents.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        durable(file, content)
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file is a page or plot that this package wrote."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        head = stream.read(HEAD)
+    return any(mark in head for mark in MARKS)
+
+
+def speed_page(bench: Bench, command: str) -> str:
+    """The HTML page of a measurement, with the command that made it."""
+    settings = ("prompts", f"{bench.prompt} tokens"), ("decoded", f"{bench.tokens} tokens in each of several turns")
+    with style():
+        return render(
+            {
+                "title": f"{bench.model}: speed and size",
+                "verdict": bench.describe(),
+                "lead": size_line(bench),
+                "remarks": [" ".join(LEGEND)],
+                "notes": bench.notes,
+                "tables": speed_tables(bench),
+                "legend": "",
+                "worst": None,
+                "not_predicted": "",
+                "plots": [speed_plot(bench)],
+                "samples": {},
+                "layers": [],
+                "command": command,
+                "inputs": [],
+                "file": "bench.json",
+                "settings": json.dumps(bench.to_dict(), indent=1),
+                "environment": bench.environment | dict(settings),
+            }
+        )

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsellm.errors import BadText, InvalidSetting, plural
-from sparsellm.texts.chat_templates import DoesNotFit, write_conversation
+from sparsellm.errors import BadText, InvalidSetting, first_line, plural
 from sparsellm.texts.large_files import SHORT, Sizes
+from sparsellm.texts.rows import Conversation
 from sparsellm.texts.texts import Text
-from sparsellm.texts.tokenization import adds_bos, tokenize, unknown_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -293,3 +292,103 @@ class TokenizedText:
             verb = "is" if empty + refused == 1 else "are"
             yield f"{plural(empty + refused, 'row')} of {self.text.source} {verb} left out: {' and '.join(reasons)}"
         yield from unknown_notes(self._tokenizer, windows, self.text.source)
+
+
+Messages = list[dict[str, Any]]
+
+
+class DoesNotFit(ValueError):
+    """A conversation that the chat template refuses; the message has the reason."""
+
+
+def write_conversation(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Write a conversation with the tokenizer's chat template, with its tools.
+
+    Templates differ in the form of a message's content: a string, or a list of parts; and in whether it may be null beside
+    calls of tools. The first form is taken whose result has the text of the last question in it.
+
+    Raises:
+        DoesNotFit: The template refuses every form, or the conversation holds more than text.
+    """
+    question = next((_text(x) for x in reversed(conversation.messages) if x.get("role") == "user"), None) or ""
+    tools: Any = list(conversation.tools) if conversation.tools else None
+    written, reason = "", ""
+    for messages in _forms(conversation.messages):
+        try:
+            result = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+        except Exception as error:  # a template is a program: it may divide by zero, or ask for endless memory
+            reason = reason or first_line(error)
+            continue
+        if question.strip() in result:
+            return result
+        written = written or result
+    if not written:
+        raise DoesNotFit(reason)
+    return written
+
+
+def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Messages]:
+    """The messages with strings as contents; with empty strings in place of null; with lists of parts."""
+    texts: Messages = [
+        {**message, "content": _text(message)} if "content" in message else dict(message) for message in messages
+    ]
+    yield texts
+    filled: Messages = [{**message, "content": message.get("content") or ""} for message in texts]
+    if filled != texts:
+        yield filled
+    yield [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in filled]
+
+
+def _text(message: Mapping[str, Any]) -> str | None:
+    """The content of a message as one string; None if it is null."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    texts = [part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        kinds = {
+            str(part.get("type")) for part, text in zip(parts, texts, strict=True) if text is None and isinstance(part, Mapping)
+        }
+        raise DoesNotFit(f"a message has content that is not text{': ' + ', '.join(sorted(kinds)) if kinds else ''}")
+    return "\n".join(str(text) for text in texts)
+
+
+UNKNOWN, TOO_MANY_UNKNOWN = 0.05, 0.5
+"""Fractions of unknown tokens from which there is a note, and from which a text is refused."""
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer by default begins a text with its BOS token."""
+    own: int | None = getattr(tokenizer, "bos_token_id", None)
+    if own is None:
+        return False
+    with_special, without = (tokenize(tokenizer, "a", special=special)[:1].tolist() for special in (True, False))
+    return with_special == [own] != without
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, string: str, *, special: bool = True) -> Tensor:
+    """Tokenize a string to (tokens,) int64, without padding, truncation or a warning about its length.
+
+    Args:
+        special: Whether to add the tokenizer's special tokens. Strings from a chat template contain them.
+    """
+    options = {} if special else {"add_special_tokens": False}
+    encoded = tokenizer(string, padding=False, truncation=False, return_attention_mask=False, verbose=False, **options)
+    return torch.tensor(encoded["input_ids"], dtype=torch.long)
+
+
+def unknown_notes(tokenizer: PreTrainedTokenizerBase, windows: Tensor, source: str) -> Iterator[str]:
+    """A note where many tokens are the unknown one. Raises BadText where half of them are."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    others = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id"))
+    if unknown is None or unknown in others or not windows.numel():
+        return
+    share = float((windows == unknown).sum() / (windows >= 0).sum())
+    if share >= TOO_MANY_UNKNOWN:
+        raise BadText(
+            f"{100 * share:.0f} % of the tokens of {source} are unknown to the tokenizer ({tokenizer.unk_token}). "
+            "Use the model's own tokenizer files, or a text in a language that it knows."
+        )
+    if share >= UNKNOWN:
+        yield f"{100 * share:.0f} % of the tokens of {source} are unknown to the tokenizer ({tokenizer.unk_token})"

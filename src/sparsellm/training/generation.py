@@ -1,21 +1,22 @@
-"""Sequences that the dense model generates, to train the pruned model on."""
+"""Sequences that the dense model generates, to train the pruned model on, and the cache of their keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
-from sparsellm.models.kv_cache import preallocate
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import fast_linear_layers
 from sparsellm.texts.padding import sequence_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache, DynamicLayer
 
 PROMPT = 0.125
 """Length of the prompt of a generated sequence, as a fraction of the sequence length."""
@@ -90,3 +91,39 @@ def _draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
     cumulative = logits.float().softmax(-1).cumsum(-1, dtype=devices.widest_float(logits.device))
     drawn = torch.rand(len(logits), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, drawn, right=True).clamp_(max=logits.shape[-1] - 1)
+
+
+@cache
+def preallocated_layer() -> type[DynamicLayer]:
+    """The class of layers in memory for a number of tokens, defined on first use: transformers takes seconds to import."""
+    from transformers.cache_utils import DynamicLayer
+
+    class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+        """The keys and values of a layer, in memory for `length` tokens; `DynamicLayer` copies all for each new token."""
+
+        def __init__(self, layer: DynamicLayer, length: int) -> None:
+            super().__init__()
+            self.lazy_initialization(layer.keys, layer.values)
+            self._memory = [x.new_empty((*x.shape[:-2], length, x.shape[-1])) for x in (layer.keys, layer.values)]
+            self.update(layer.keys, layer.values)
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            """Add keys and values, (batch, heads, seq, head); return those of all tokens so far."""
+            start = self.get_seq_length()
+            end = start + key_states.shape[-2]
+            for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+                memory[..., start:end, :] = states
+            self.keys, self.values = (memory[..., :end, :] for memory in self._memory)
+            return self.keys, self.values
+
+    return PreallocatedLayer
+
+
+def preallocate(cache: Cache, length: int) -> None:
+    """Give the layers of a cache that grow with each token memory for `length` tokens, in place; other kinds are left."""
+    from transformers.cache_utils import DynamicLayer
+
+    layers = getattr(cache, "layers", [])
+    for number, layer in enumerate(layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            layers[number] = preallocated_layer()(layer, length)

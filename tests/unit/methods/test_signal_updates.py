@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from sparsellm.methods.signal_updates import activation_correction, fit_activated_, fit_hidden
+from sparsellm.methods.auxiliary_signals import activation_correction, fit_activated_, fit_hidden
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
 
 PLAIN = PlainFeedForward(up="fc1", out_proj="fc2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.training_costs import _step_work
+from sparsellm.pipeline.stage_costs import _step_work
 from sparsellm.training.trained_weights import MaskedLoRA
 from tests.meter import Meter
 from tests.training import pruned_model

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sparsellm.texts.chat_templates import DoesNotFit, write_conversation
 from sparsellm.texts.rows import Conversation
+from sparsellm.texts.tokenized import DoesNotFit, write_conversation
 from tests.conftest import byte_tokenizer
 
 STRINGS = (
