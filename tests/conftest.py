@@ -182,12 +182,26 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerContext]:
-    """Forks processes for the command line that have torch and transformers loaded already."""
+def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerContext]:
     from tests.processes import fork_server
 
     with fork_server(tmp_path_factory.mktemp("server") / "output.txt") as context:
         yield context
+
+
+@pytest.fixture
+def server(_server: ForkServerContext) -> Iterator[ForkServerContext]:
+    """Forks processes for the command line that have torch and transformers loaded already.
+
+    They have one thread, since more could not be forked, and so has this process in the meantime: their number decides the last
+    bits.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield _server
+    torch.set_num_threads(threads)
 
 
 @cache

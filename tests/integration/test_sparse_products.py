@@ -42,6 +42,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         build(product, weight)
 
     monkeypatch.setattr(sparse_matmul, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(sparse_matmul, "max_density", lambda _: sparse_matmul.MAX_DENSITY)  # whatever is faster here
     monkeypatch.setattr(SparseMatmul, "__init__", recorded)
     return shapes
 

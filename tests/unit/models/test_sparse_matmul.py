@@ -63,7 +63,8 @@ def test_infinities_reach_the_outputs_of_kept_weights_only() -> None:
 
 
 @compiled
-def test_only_large_sparse_float32_weights_are_supported() -> None:
+def test_only_large_sparse_float32_weights_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_matmul, "max_density", lambda _: 0.5)
     weight = sparse(512, 512, 0.3)
     assert supports(weight)
     assert isinstance(matmul_of(weight), SparseMatmul)
@@ -76,8 +77,9 @@ def test_only_large_sparse_float32_weights_are_supported() -> None:
 
 @compiled
 @pytest.mark.parametrize("density", [0.1, 0.9])
-def test_products_in_bfloat16_round_inputs_and_results(density: float) -> None:
+def test_products_in_bfloat16_round_inputs_and_results(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel for the sparser weight, else by a dense product."""
+    monkeypatch.setattr(sparse_matmul, "max_density", lambda _: 0.5)
     weight, inputs, bias = sparse(512, 512, density), torch.randn(70, 512).bfloat16(), torch.randn(512)
     assert supports(weight, torch.bfloat16) == (density == 0.1)
     result = matmul_of(weight, torch.bfloat16)(inputs, bias)
