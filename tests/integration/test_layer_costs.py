@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
