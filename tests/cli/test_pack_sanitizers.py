@@ -84,7 +84,8 @@ def test_changed_models_are_refused_or_run_within_their_memory(bases: Path, tmp_
     summary = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(summary, indent=1))
     assert not summary["failures"], "\n".join(f"{place}\n{text}" for place, text in summary["failures"].items())
-    assert summary["sets"] == kernels.instruction_sets()
+    assert "portable" in summary["sets"]
+    assert set(summary["sets"]) >= set(kernels.instruction_sets())  # these are none where the kernels are not compiled
     assert summary["inputs"] == INPUTS
     for way in ("tensors", "layers", "layer.load_state_dict", "kernels", "from_pretrained"):
         for outcome in ("refused", "right"):

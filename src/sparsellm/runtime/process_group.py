@@ -30,6 +30,9 @@ TIMEOUT = timedelta(hours=12)
 LISTENING = 5.0
 """Seconds that a process waits for the others to say why they end."""
 
+LEAVING = 20.0
+"""Seconds that rank 0 waits for the others to read why it ends: at the start of a run they may still be importing libraries."""
+
 FAILED = "failed"
 """What is said of a process that ended by an error of its own."""
 
@@ -67,7 +70,7 @@ class Members:
                 self._store.set(_key(number), f"{FAILED}: {type(error).__name__}: {error}".partition("\n")[0])
             dist.destroy_process_group()  # closes its connections, so that collectives with this process fail
             if own and number == 0:  # it may serve the store, which the others read
-                self._listen(number)
+                self._listen(number, LEAVING)
 
     def lost(self, reason: str) -> LostProcess:
         """The error of a process that cannot go on because others have ended.
@@ -98,7 +101,7 @@ class Members:
         """Whether a process prints the error that ends it: all with a lower rank are lost, and rank 0 prints none itself."""
         return all(rank in self._lost for rank in range(number)) and not self._lost.get(0, "").startswith(FAILED)
 
-    def _listen(self, number: int, seconds: float = LISTENING) -> None:
+    def _listen(self, number: int, seconds: float) -> None:
         """Read what the others say until one has failed or all have ended, for at most so many seconds."""
         others = [rank for rank in range(len(self._locations)) if rank != number]
         deadline = time.monotonic() + seconds
