@@ -29,9 +29,8 @@ from sparsellm.studies.commands import bench_command
 from sparsellm.studies.compare import Comparison, read_comparison
 from sparsellm.studies.comparison import write_tables
 from sparsellm.studies.figures import style
-from sparsellm.studies.page import comparison_page, figure_files, page_name, render, report_page
+from sparsellm.studies.page import comparison_page, figure_files, page_name, report_page, speed_page
 from sparsellm.studies.search import Search, search_sparsity
-from sparsellm.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
 from sparsellm.studies.sweep_file import read_sweep
 from sparsellm.studies.sweep_runner import Outcome, run_sweep
 from sparsellm.studies.target import Target
@@ -351,30 +350,3 @@ def _is_ours(file: Path) -> bool:
     with file.open("rb") as stream:
         head = stream.read(HEAD)
     return any(mark in head for mark in MARKS)
-
-
-def speed_page(bench: Bench, command: str) -> str:
-    """The HTML page of a measurement, with the command that made it."""
-    settings = ("prompts", f"{bench.prompt} tokens"), ("decoded", f"{bench.tokens} tokens in each of several turns")
-    with style():
-        return render(
-            {
-                "title": f"{bench.model}: speed and size",
-                "verdict": bench.describe(),
-                "lead": size_line(bench),
-                "remarks": [" ".join(LEGEND)],
-                "notes": bench.notes,
-                "tables": speed_tables(bench),
-                "legend": "",
-                "worst": None,
-                "not_predicted": "",
-                "plots": [speed_plot(bench)],
-                "samples": {},
-                "layers": [],
-                "command": command,
-                "inputs": [],
-                "file": "bench.json",
-                "settings": json.dumps(bench.to_dict(), indent=1),
-                "environment": bench.environment | dict(settings),
-            }
-        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -24,19 +25,71 @@ from sparsellm.pipeline.recipe_fields import without_defaults
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.removed import asks_for_removed
 from sparsellm.pipeline.report import Report, read_report
+from sparsellm.pipeline.speed_record import Bench
 from sparsellm.pipeline.zeros_before import counts
 from sparsellm.studies.commands import exclude_options, report_command, run_command, setting_name, sweep_command, sweep_yaml
-from sparsellm.studies.compare import Comparison
+from sparsellm.studies.compare import Comparison, Table
 from sparsellm.studies.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.studies.figures import Plot, style
 from sparsellm.studies.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
 from sparsellm.studies.ranking import claim, rank
 from sparsellm.studies.run_plots import at_bound, run_plots
-from sparsellm.studies.speed_plots import LEGEND, speed_plot, speed_tables
+from sparsellm.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
 from sparsellm.studies.sweep_cells import Sweep, in_words
 from sparsellm.studies.sweep_plots import sweep_plots
 from sparsellm.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
 from sparsellm.texts.paths import local_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page of results, one file with sentences, tables and plots. All texts are escaped.
+
+    Attributes:
+        verdict: The result, in sentences.
+        lead: What was done, under the title.
+        remarks: Further sentences under the verdict.
+        tables: Tables by their headings.
+        legend: What stands under the tables.
+        worst: Table of the layers that cost most; None where it is not known.
+        not_predicted: Why it is not known; empty where nothing is said of that.
+        costs: What the layers of `worst` cost, in sentences.
+        exclude: The options that leave those dense that stand out.
+        samples: Continuations of prompts, by the model that wrote them.
+        layers: A line for each pruned layer: name, pattern, sparsity and error.
+        command: The command that gives the same again.
+        inputs: Names of the local files that it reads.
+        file: Name of the file that holds `settings`.
+        environment: Versions and the machine.
+    """
+
+    title: str
+    lead: str
+    command: str
+    file: str
+    settings: str
+    verdict: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    legend: str = ""
+    worst: Table | None = None
+    not_predicted: str = ""
+    costs: Sequence[str] = ()
+    exclude: str = ""
+    plots: Sequence[Plot] = ()
+    samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    layers: Sequence[Sequence[str]] = ()
+    inputs: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def to_html(self) -> str:
+        """Fill the template page.html."""
+        environment = Environment(autoescape=True, undefined=StrictUndefined)
+        environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
+        environment.filters["unbroken"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")
+        template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+        return template.render(vars(self)) + "\n"
 
 
 def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
@@ -52,8 +105,8 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
     if not isinstance(run, Result):
         check_results(run)  # before matplotlib is looked for
     with style():
-        content = _content(run)
-        return render(content), content["plots"]
+        page = _page_of(run)
+        return page.to_html(), list(page.plots)
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -61,37 +114,36 @@ def comparison_page(comparison: Comparison) -> str:
     recipes = {run.name: without_defaults(run.report.recipe.model_dump(mode="json")) for run in comparison.runs}
     figures = [figure for run in comparison.runs for figure in run.figures.values()]
     with style():
-        return render(
-            {
-                "title": f"{comparison.model}: {len(comparison.runs)} runs compared",
-                "verdict": [],
-                "lead": "A line for each run; changes are relative to the dense model.",
-                "remarks": [],
-                "notes": comparison.notes,
-                "tables": comparison.tables(),
-                "legend": " ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
-                "worst": None,
-                "not_predicted": "",
-                "plots": [],
-                "samples": {run.name: run.report.samples for run in comparison.runs if run.report.samples},
-                "layers": [],
-                "command": report_command(comparison.folders),
-                "inputs": [],
-                "file": "recipes.yaml",
-                "settings": yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
-                "environment": {},
-            }
-        )
+        return Page(
+            title=f"{comparison.model}: {len(comparison.runs)} runs compared",
+            lead="A line for each run; changes are relative to the dense model.",
+            notes=comparison.notes,
+            tables=comparison.tables(),
+            legend=" ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
+            samples={run.name: run.report.samples for run in comparison.runs if run.report.samples},
+            command=report_command(comparison.folders),
+            file="recipes.yaml",
+            settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
+        ).to_html()
 
 
-def render(content: dict[str, Any]) -> str:
-    """Fill the template."""
-    # The texts come from models, files and prompts, so all are escaped.
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
-    environment.filters["unbroken"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")
-    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-    return template.render(content) + "\n"
+def speed_page(bench: Bench, command: str) -> str:
+    """The measurement of a packed model as an HTML page, with the command that made it."""
+    settings = ("prompts", f"{bench.prompt} tokens"), ("decoded", f"{bench.tokens} tokens in each of several turns")
+    with style():
+        return Page(
+            title=f"{bench.model}: speed and size",
+            verdict=bench.describe(),
+            lead=size_line(bench),
+            remarks=[" ".join(LEGEND)],
+            notes=bench.notes,
+            tables=speed_tables(bench),
+            plots=[speed_plot(bench)],
+            command=command,
+            file="bench.json",
+            settings=json.dumps(bench.to_dict(), indent=1),
+            environment=bench.environment | dict(settings),
+        ).to_html()
 
 
 def page_name(run: str | Path | Result) -> str:
@@ -99,22 +151,22 @@ def page_name(run: str | Path | Result) -> str:
     return f"{PurePath(run.report.recipe.model).name}-pruned" if isinstance(run, Result) else str(Path(run))
 
 
-def _content(run: str | Path | Result) -> dict[str, Any]:
-    """Template variables for a run or a sweep."""
+def _page_of(run: str | Path | Result) -> Page:
+    """The page of a run or a sweep."""
     if isinstance(run, Result):
         published = Paths(run.report.recipe).without(run.report)
-        return _run_content(published, page_name(run), verified=False)
+        return _run_page(published, page_name(run), verified=False)
     path = check_results(run)
     if is_sweep(path):
-        return _sweep_content(path)
+        return _sweep_page(path)
     report, content = read_report(path / REPORT)
     verified = report.digests is not None and report_digest(content) == report.digests.report
     removed = asks_for_removed(content["recipe"])
     defaults = {key: field.default for key, field in type(report.recipe).model_fields.items() if key in removed}
     again = replace(report, recipe=report.recipe.model_copy(update=defaults))
-    page = _run_content(again, path.resolve().name, verified=verified)
-    page["remarks"] += [f"{text} The command below leaves it out." for text in removed.values()]
-    return page
+    page = _run_page(again, path.resolve().name, verified=verified)
+    left_out = [f"{text} The command below leaves it out." for text in removed.values()]
+    return replace(page, remarks=[*page.remarks, *left_out])
 
 
 def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:
@@ -162,8 +214,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
-def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]:
-    """Template variables for a run."""
+def _run_page(report: Report, name: str, *, verified: bool) -> Page:
+    """The page of a run."""
     totals, costs = report.totals, report.layer_costs
     recipe, recovery, bounds = report.recipe, report.is_recovery, at_bound(report.layers)
     worst = worst_layers_table(report.layers, recipe)
@@ -184,23 +236,23 @@ def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]
     states = ["dense", "pruned", "recovered"] if recovery else ["dense", "pruned"]
     bench = report.packing.bench if report.packing else None
     tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
-    return {
-        "title": f"{name}: {Path(recipe.model).name} {'pruned, nothing recovered' if nothing else outcome}",
-        "verdict": [verdict(report, verified)],
-        "lead": f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
+    return Page(
+        title=f"{name}: {Path(recipe.model).name} {'pruned, nothing recovered' if nothing else outcome}",
+        verdict=[verdict(report, verified)],
+        lead=f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
         + (f" {report.packing.describe()}" if report.packing else ""),
-        "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
-        "notes": report.notes,
-        "tables": tables | _stages(report) | (speed_tables(bench) if bench else {}),
-        "legend": " ".join(error_legend(figures.values())) if measured else "",
-        "worst": worst if worst[1] else None,
-        "not_predicted": "" if recovery else _not_predicted(recipe),
-        "costs": costs.describe() if costs else [],
-        "exclude": exclude_options(costs.exclude) if costs else "",
-        "plots": run_plots(report) + ([speed_plot(bench)] if bench else []),
-        "samples": {"": report.samples} if report.samples else {},
-        "layers": [
+        remarks=[f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
+        notes=report.notes,
+        tables=tables | _stages(report) | (speed_tables(bench) if bench else {}),
+        legend=" ".join(error_legend(figures.values())) if measured else "",
+        worst=worst if worst[1] else None,
+        not_predicted="" if recovery else _not_predicted(recipe),
+        costs=costs.describe() if costs else [],
+        exclude=exclude_options(costs.exclude) if costs else "",
+        plots=run_plots(report) + ([speed_plot(bench)] if bench else []),
+        samples={"": report.samples} if report.samples else {},
+        layers=[
             [
                 x.name,
                 str(x.pattern),
@@ -209,12 +261,12 @@ def _run_content(report: Report, name: str, *, verified: bool) -> dict[str, Any]
             ]
             for x in report.layers
         ],
-        "command": run_command(recipe, f"{name}-again", report.gradual),
-        "inputs": _input_names(recipe),
-        "file": "recipe.yaml",
-        "settings": recipe.to_yaml(),
-        "environment": report.environment,
-    }
+        command=run_command(recipe, f"{name}-again", report.gradual),
+        inputs=_input_names(recipe),
+        file="recipe.yaml",
+        settings=recipe.to_yaml(),
+        environment=report.environment,
+    )
 
 
 def _stages(report: Report) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -237,8 +289,8 @@ def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:
     return list(dict.fromkeys(name for recipe in recipes for _, name in local_files(recipe)))
 
 
-def _sweep_content(path: Path) -> dict[str, Any]:
-    """Template variables for a sweep; paths of this machine are shortened to their last component, as in outputs."""
+def _sweep_page(path: Path) -> Page:
+    """The page of a sweep; paths of this machine are shortened to their last component, as in outputs."""
     saved = saved_sweep(path)
     paths = Paths(*(cell.recipe for cell in saved.cells))
     sweep = paths.without(saved)
@@ -247,28 +299,24 @@ def _sweep_content(path: Path) -> dict[str, Any]:
     failed = [[outcome.cell.name, outcome.error] for outcome in outcomes if outcome.error]
     notes = Counter(note for outcome in outcomes if outcome.report for note in dict.fromkeys(outcome.report.notes))
     name = path.resolve().name
-    return {
-        "title": sweep.title,
-        "verdict": sweep_verdict(sweep, rows, outcomes),
-        "lead": f"Axes: {', '.join(f'{axis} ({len(labels)})' for axis, labels in sweep.axes.items())}.",
-        "remarks": [sweep.note] if sweep.note else [],
-        "notes": [
+    return Page(
+        title=sweep.title,
+        verdict=sweep_verdict(sweep, rows, outcomes),
+        lead=f"Axes: {', '.join(f'{axis} ({len(labels)})' for axis, labels in sweep.axes.items())}.",
+        remarks=[sweep.note] if sweep.note else [],
+        notes=[
             f"in {'all' if count == len(outcomes) else f'{count} of {len(outcomes)}'} cells, {note}"
             for note, count in notes.items()
         ],
-        "tables": {"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
-        "legend": " ".join(legend(sweep, rows)),
-        "worst": None,
-        "not_predicted": "",
-        "plots": sweep_plots(sweep, rows, outcomes),
-        "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
-        "layers": [],
-        "command": sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
-        "inputs": _input_names(*(cell.recipe for cell in sweep.cells)),
-        "file": "sweep.yaml",
-        "settings": sweep_yaml(sweep),
-        "environment": {},
-    }
+        tables={"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
+        legend=" ".join(legend(sweep, rows)),
+        plots=sweep_plots(sweep, rows, outcomes),
+        samples={x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
+        command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
+        inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
+        file="sweep.yaml",
+        settings=sweep_yaml(sweep),
+    )
 
 
 def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[str]:
