@@ -27,7 +27,8 @@ from sparsellm.cli.console import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.differences import Parts
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline import cached_allocation, measuring, run, stages
+from sparsellm.pipeline import cached_allocation, measuring, stages
+from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.studies.commands import sweep_yaml
 from sparsellm.studies.comparison import Row, grid, table, to_csv, to_json, to_markdown
@@ -276,7 +277,7 @@ def test_cells_come_out_as_single_runs_do(small: Callable[..., Sweep], tmp_path:
     """Also the cells that take sensitivities, shares and dense figures from others."""
     sweep = small({"model": [small().cells[0].recipe.model], "sparsity": ["60%", "80%"]})
     outcomes = run_sweep(sweep, tmp_path / "out", quiet)
-    alone = [run.run(cell.recipe).report for cell in sweep.cells]
+    alone = [prune_run(cell.recipe).report for cell in sweep.cells]
     single = [Outcome(cell, "finished", report) for cell, report in zip(sweep.cells, alone, strict=True)]
     assert told(outcomes) == told(single)
 
