@@ -117,7 +117,7 @@ def measure() -> None:
             forms.clear()
             with tempfile.TemporaryDirectory() as folder:
                 figures |= {"race": llama_cpp_race.measure(dense, Path(folder), THREADS, batches=BATCHES, tokens=TOKENS)}
-        kernel = kernels.available() or "none"
+        kernel = kernels.instruction_set() or "none"
         write_figures(FILE, read_figures(FILE) | {name: figures, "kernel": kernel})
         print(f"{name}: {time.perf_counter() - started:.0f} s in all", file=sys.stderr)
         print("\n".join(profile_table(name)), file=sys.stderr)

@@ -34,7 +34,7 @@ from results import split_stories
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.pipeline.display import plus_minus
+from sparsellm.pipeline.display import with_standard_error
 from sparsellm.pipeline.events import Stage
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
@@ -148,7 +148,7 @@ def summary(found: Mapping[str, dict], figure: str = "excess") -> str:
     values = [cell[figure] for cell in found.values()]
     spread = stdev(values) if len(values) > 1 else None
     if figure == "perplexity":
-        return plus_minus(mean(values), spread)
+        return with_standard_error(mean(values), spread)
     return f"{mean(values):.3f}" + ("" if spread is None else f" ± {spread:.3f}")
 
 

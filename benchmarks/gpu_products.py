@@ -26,7 +26,7 @@ from torch.sparse import to_sparse_semi_structured
 from transformers import PreTrainedConfig
 
 from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.csr_triton import CompressedRows, matmul
+from sparsellm.formats.csr_triton import CompressedRows, csr_matmul
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.pipeline.decoding import TORCH
 from sparsellm.runtime.devices import synchronize
@@ -67,7 +67,7 @@ def measure() -> None:
     for name in PATTERNS:
         packed = Bitmask.from_dense(dense.where(parse_pattern(name).keep(weight.abs()), 0.0))
         rows = [CompressedRows.from_bitmask(Bitmask(*copied(packed))) for _ in range(COPIES)]
-        seconds = timed([functools.partial(matmul, weight=weight) for weight in rows], inputs)
+        seconds = timed([functools.partial(csr_matmul, weight=weight) for weight in rows], inputs)
         keep(name, {"bytes": rows[0].nbytes, "seconds": seconds})
     pruned = dense.where(parse_pattern("2:4").keep(weight.abs()), 0.0)
     seconds = timed([functools.partial(linear, weight=to_sparse_semi_structured(pruned)) for _ in range(COPIES)], inputs)

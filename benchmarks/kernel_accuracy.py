@@ -42,7 +42,7 @@ class KernelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         with mock.patch.object(kernels, "MAX_TOKENS", 2**30):
-            return kernels.matmul(x.reshape(-1, x.shape[-1]), self.quantized, self.bias).view(*x.shape[:-1], -1)
+            return kernels.packed_matmul(x.reshape(-1, x.shape[-1]), self.quantized, self.bias).view(*x.shape[:-1], -1)
 
 
 def measure() -> None:

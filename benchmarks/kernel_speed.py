@@ -47,10 +47,10 @@ def measure() -> None:
             seconds["torch"].append(time_of(lambda weight, x=x: x @ weight.T, dense))
             seconds["dense"].append(time_of(lambda weight, x=x: kernels.dense_matmul(x, weight), dense))
             for (sparsity, form), copies in packed.items():
-                seconds[f"{form}, {sparsity:.0%}"].append(time_of(lambda weight, x=x: kernels.matmul(x, weight), copies))
+                seconds[f"{form}, {sparsity:.0%}"].append(time_of(lambda weight, x=x: kernels.packed_matmul(x, weight), copies))
         figures |= {f"{tokens} | {threads} | {name}": 1000 * median(times) / COPIES for name, times in seconds.items()}
     sizes = {f"{form}, {sparsity:.0%}": copies[0].nbytes for (sparsity, form), copies in packed.items()}
-    write_figures(FILE, {"milliseconds": figures, "bytes": sizes, "kernel": kernels.available()})
+    write_figures(FILE, {"milliseconds": figures, "bytes": sizes, "kernel": kernels.instruction_set()})
     print("\n".join(table()))
 
 

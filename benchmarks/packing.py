@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.encoding import decode, encode
+from sparsellm.formats.encoding import decode_parts, encode
 from sparsellm.pipeline.packing import NearestIntegers, quantize
 from sparsellm.pipeline.report import load_report
 from sparsellm.solvers.integers import BITS_OF
@@ -83,7 +83,7 @@ def bits(weights: Mapping[str, Tensor]) -> dict[str, float]:
     for weight in weights.values():
         for form in ("plain", "archive"):
             parts = encode(weight, form == "archive")
-            decoded = decode(parts, (weight.shape[0], weight.shape[1]), weight.dtype).to_dense()
+            decoded = decode_parts(parts, (weight.shape[0], weight.shape[1]), weight.dtype).to_dense()
             assert torch.equal(as_integers(decoded)[0], as_integers(weight)[0])
             total[form] += 8 * sum(part.numel() for part in parts.values())
         total["bound"] += bound(weight)
@@ -122,7 +122,7 @@ def speeds(weight: Tensor) -> dict[str, float]:
         parts = encode(weight, form == "archive")
         for name, run in (
             (f"encode {form}", lambda form=form: encode(weight, form == "archive")),
-            (f"decode {form}", lambda parts=parts: decode(parts, (SIZE, SIZE), weight.dtype)),
+            (f"decode {form}", lambda parts=parts: decode_parts(parts, (SIZE, SIZE), weight.dtype)),
         ):
             best = math.inf
             for _ in range(5):

@@ -8,7 +8,7 @@ from excess import PATTERNS, by_seed, of_models, ratio, summary
 from matplotlib.figure import Figure
 from measuring import markdown_table
 
-from sparsellm.pipeline.display import plus_minus
+from sparsellm.pipeline.display import with_standard_error
 from sparsellm.studies.figures import COLOURS, FAINT, INK, Plot, new_figure, style
 
 ROWS: dict[str, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ def model_tables() -> list[str]:
     lines = [f"Machine: {next(iter(models.values()))['machine']}.", ""]
     for name, data in models.items():
         rows = ([method, *(summary(cells(data, method, pattern), "perplexity") for pattern in PATTERNS)] for method in ROWS)
-        dense = plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"])
+        dense = with_standard_error(data["dense"]["perplexity"], data["dense"]["standard_error"])
         lines += [f"### {name}", "", f"Dense: {dense} (standard error over windows).", ""]
         lines += [*markdown_table(["", *PATTERNS], (row for row in rows if any(row[1:]))), ""]
     return lines[:-1]

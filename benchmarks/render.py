@@ -42,7 +42,7 @@ import width
 from measuring import MEASURED, ROOT, markdown_table
 
 from sparsellm.pipeline.decoding import PACKED, TORCH
-from sparsellm.pipeline.display import plus_minus
+from sparsellm.pipeline.display import with_standard_error
 from sparsellm.runtime.memory import human_bytes
 
 PAGES = (
@@ -73,7 +73,7 @@ def demo_table() -> list[str]:
     data = json.loads((MEASURED / "demo.json").read_text())
     rows = []
     for row in data["rows"]:
-        value = plus_minus(row["perplexity"], row["standard_error"])
+        value = with_standard_error(row["perplexity"], row["standard_error"])
         rows.append([row["method"], value, f"{100 * row['sparsity']:.1f} %", f"{row['seconds']:.1f}"])
     head = [f"{data['model']}, {data['sparsity']} removed", "perplexity", "zeros", "seconds"]
     return [*markdown_table(head, rows), *(["", *packed_lines(data["packed"])] if "packed" in data else [])]

@@ -23,7 +23,7 @@ from measuring import CUT, MEASURED, markdown_table, read_figures, write_figures
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.pipeline.display import plus_minus
+from sparsellm.pipeline.display import with_standard_error
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.texts.samples import test_windows
@@ -93,11 +93,12 @@ def summary_table(patterns: Sequence[str] = ("50%", "80%")) -> list[str]:
     """Perplexity by method at two patterns, all models side by side."""
     files = of_models()
     head = ["", *(f"{data['model']}, {pattern}" for data in files for pattern in patterns)]
-    dense = [plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"]) for data in files for _ in patterns]
+    measured = [data["dense"] for data in files for _ in patterns]
+    dense = [with_standard_error(x["perplexity"], x["standard_error"]) for x in measured]
     rows = [["dense", *dense]]
     for label in METHODS:
         cells = (data["cells"][f"{label} | {pattern}"] for data in files for pattern in patterns)
-        rows.append([label, *(plus_minus(cell["perplexity"], cell["standard_error"]) for cell in cells)])
+        rows.append([label, *(with_standard_error(cell["perplexity"], cell["standard_error"]) for cell in cells)])
     return markdown_table(head, rows)
 
 

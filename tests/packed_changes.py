@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import METHOD, STORED_KINDS
+from sparsellm.checkpoints.packed_files import PACKED_METHOD, STORED_KINDS
 from sparsellm.formats.parts import PARTS
 from tests.fuzzing import damage, replaced
 
@@ -56,12 +56,12 @@ class Weights:
     @property
     def entries(self) -> dict[str, Any]:
         """What the metadata say of packed tensors."""
-        entries: dict[str, Any] = json.loads(self.metadata[METHOD])
+        entries: dict[str, Any] = json.loads(self.metadata[PACKED_METHOD])
         return entries
 
     def list(self, entries: Mapping[str, Any]) -> None:
         """Replace what the metadata say of packed tensors."""
-        self.metadata = self.metadata | {METHOD: json.dumps(entries)}
+        self.metadata = self.metadata | {PACKED_METHOD: json.dumps(entries)}
 
     def put(self, key: str, content: bytes, kind: str = "U8", shape: list[int] | None = None) -> None:
         """Add or replace a tensor."""
@@ -206,8 +206,8 @@ def _changed_text(text: str) -> Callable[[Random], bytes]:
 
 def change_list(weights: Weights, random: Random) -> None:
     """Put anything in place of something that the metadata say of packed tensors."""
-    text = _changed_text(weights.metadata[METHOD])(random).decode()
-    weights.metadata = weights.metadata | {METHOD: text}
+    text = _changed_text(weights.metadata[PACKED_METHOD])(random).decode()
+    weights.metadata = weights.metadata | {PACKED_METHOD: text}
 
 
 def add_buffers(weights: Weights, random: Random, buffers: Mapping[str, Mapping[str, Tensor]]) -> None:

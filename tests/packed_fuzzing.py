@@ -163,7 +163,7 @@ def check_layers(model: nn.Module) -> None:
         if isinstance(layer, PackedLinear):
             weight = layer._unchecked()
             layer.check()
-            if not same(kernels.decode(weight), weight.to_dense()):
+            if not same(kernels.decode_rows(weight), weight.to_dense()):
                 raise Wrong(path)
 
 
@@ -305,7 +305,7 @@ def call_kernels(weights: list[Bitmask], random: Random) -> None:
     made = Bitmask(shape, *parts, named["scales"], form)
     start, stop = sorted(random.choices(range(-1, rows + 2), k=2))
     rows_of = random.random() < 0.5 and named["out"] is None
-    result = kernels.decode(made, start, stop, out=None) if rows_of else kernels.decode(made, out=named["out"])
+    result = kernels.decode_rows(made, start, stop, out=None) if rows_of else kernels.decode_rows(made, out=named["out"])
     if wrong in (None, "x", "bias", "out") and not same(result, dense[start:stop] if rows_of else dense):
         raise Wrong("decoded")
     if random.random() < 0.2 and not quantized and dense.dtype is torch.bfloat16:
@@ -352,7 +352,9 @@ def run_layer(tensor: PackedTensor, matrix: Bitmask) -> None:
     for tokens in (1, 20):
         with torch.no_grad():
             layer(torch.ones(tokens, matrix.shape[1], dtype=layer.dtype))
-    if matrix.mask.numel() <= 2**16 and not same(kernels.decode(matrix), matrix.to_dense()):  # which makes bytes of all bits
+    if matrix.mask.numel() <= 2**16 and not same(
+        kernels.decode_rows(matrix), matrix.to_dense()
+    ):  # which makes bytes of all bits
         raise Wrong("decoded")
 
 
@@ -378,7 +380,7 @@ def show(base: Base, number: int, run: Run, weights: list[Bitmask]) -> None:
     base.file.unlink()  # models that are mapped keep the one before
     base.file.write_bytes(content)
     os.utime(base.file, ns=(number, number))
-    if kernels.available():
+    if kernels.instruction_set():
         kernels.set_instruction_set(random.choice(kernels.instruction_sets()))
 
     def step(name: str, allowed: tuple[type[Exception], ...], work: Callable[[], object]) -> None:
@@ -408,7 +410,7 @@ def main(folder: str, work: str, first: int, last: int, library: str | None = No
     """Show the inputs of some numbers, and print what came of them."""
     if library is not None:
         native.LIBRARY = Path(library)
-        assert kernels.available()
+        assert kernels.instruction_set()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()

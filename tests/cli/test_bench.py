@@ -19,7 +19,7 @@ from sparsellm.pipeline import speed
 from sparsellm.pipeline.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
 from sparsellm.pipeline.packed_card import record_speed
 from sparsellm.pipeline.speed_record import Bench
-from sparsellm.studies.speed_plots import HEAD
+from sparsellm.studies.speed_plots import SPEED_COLUMNS
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]
@@ -30,7 +30,7 @@ def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny OPT, packed while it is loaded, on a machine with a kernel and a memory of 10 GB/s."""
     monkeypatch.setattr(transformers_quantizer, "load", packed_model)
     monkeypatch.setattr("sparsellm.runtime.memory.cache_bytes", lambda: None)
-    monkeypatch.setattr(kernels, "available", lambda: "avx512")
+    monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
     monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)
     monkeypatch.setattr(memory_reads, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
     return str(tiny["opt"])
@@ -44,7 +44,7 @@ def test_every_form_has_a_line(folder: str, command: Command) -> None:
     assert re.fullmatch(r".*: [\d.]+ KiB on disk, [\d.]+ KiB in memory; the dense weights are [\d.]+ KiB\.", lines[0])
     assert lines[2].strip() == "1 thread reads 10.0 GB/s of dense weights"
     start = lines.index(next(line for line in lines if line.startswith("form")))
-    assert re.split(r"  +", lines[start].strip()) == HEAD
+    assert re.split(r"  +", lines[start].strip()) == SPEED_COLUMNS
     rows = [re.split(r"  +", line.strip()) for line in lines[start + 1 : start + 9]]
     assert [row[:2] for row in rows] == [[form, batch] for batch in "12" for form in (TORCH, KERNEL, PACKED, CEILING)]
     assert {row[3] for row in rows if row[0] == TORCH} == {row[4] for row in rows if row[0] == CEILING} == {"1.00"}
@@ -142,7 +142,7 @@ def test_edited_speeds_are_one_message(edit: dict[str, object], outputs: dict[st
 
 
 def test_without_a_kernel_it_says_so(folder: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: None)
+    monkeypatch.setattr(kernels, "instruction_set", lambda: None)
     done = command("bench", folder, "--batch", "1", "--tokens", "2")
     assert KERNEL not in done.stdout
     assert "note: no kernel is installed" in done.stderr

@@ -250,8 +250,8 @@ def test_contents_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         == {}
     )
     file = tmp_path / "long.txt"
-    monkeypatch.setattr(inputs, "WHOLE", 1000)
-    monkeypatch.setattr(inputs, "PIECE", 10)
+    monkeypatch.setattr(inputs, "WHOLE_TEXT_BYTES", 1000)
+    monkeypatch.setattr(inputs, "DIGESTED_BYTES", 10)
     known = set()
     for place in (None, 0, 99_999):
         data = bytearray(100_000)

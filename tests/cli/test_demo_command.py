@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from sparsellm.pipeline.decoding import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.speed_record import Bench
-from sparsellm.studies.demonstration import Row
+from sparsellm.studies.demonstration import DemoRow
 from sparsellm.texts.samples import test_windows
 from tests.conftest import report_of
 
@@ -58,7 +58,7 @@ def test_demo_ends_with_what_to_do_next(
     tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last lines are commands; the one about the written model runs as it stands, and none is wider than 80 columns."""
-    rows = [Row("dense", 40.0, 1.0, 0.0, 0.0), Row("sparsellm", 50.0, 1.0, 0.8, 2.0)]
+    rows = [DemoRow("dense", 40.0, 1.0, 0.0, 0.0), DemoRow("sparsellm", 50.0, 1.0, 0.8, 2.0)]
     speeds = [Speed(form, 2, 1, decode, None) for form, decode in ((TORCH, 20.4), (PACKED, 51), (CEILING, 510))]
     sizes = {TORCH: 4 * 2**20, PACKED: 2**20}
     bench = Bench("", 2**20, sizes, 1, {2: 1.0}, prompt=1, tokens=1, speeds=speeds, notes=[], environment={})

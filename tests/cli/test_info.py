@@ -31,7 +31,7 @@ def test_table_fits_80_columns() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "12.3 GB/s" in result.stdout
     assert torch.__version__ in result.stdout
-    assert (kernels.available() or "not compiled") in result.stdout
+    assert (kernels.instruction_set() or "not compiled") in result.stdout
     parts = [part.splitlines() for part in result.stdout.split("\n\n")]
     assert [part[0].split() for part in parts] == [["machine"], ["measured", "choices"], ["methods"]]
     assert len({line.index(line.split(maxsplit=1)[1]) for line in (parts[0][1], parts[2][1])}) == 1, "columns are aligned"
@@ -40,7 +40,7 @@ def test_table_fits_80_columns() -> None:
 
 def test_json_has_the_same_facts() -> None:
     found = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
-    assert found["kernels"] == {"in_use": kernels.available(), "instruction_sets": kernels.instruction_sets()}
+    assert found["kernels"] == {"in_use": kernels.instruction_set(), "instruction_sets": kernels.instruction_sets()}
     assert found["threads"] == torch.get_num_threads()
     assert found["memory"]["total"] > found["memory"]["available"] > 0
     assert found["memory"]["bandwidth"] == 12.34e9
@@ -50,7 +50,7 @@ def test_json_has_the_same_facts() -> None:
 
 def test_missing_parts_say_how_to_get_them() -> None:
     with (
-        mock.patch.object(kernel_library, "load_library", return_value=None),
+        mock.patch.object(kernel_library, "load_kernels", return_value=None),
         mock.patch.object(info, "_version", lambda package: None if package == "matplotlib" else "1.0"),
     ):
         text = " ".join(CliRunner().invoke(app, ["info"], env={"COLUMNS": "80"}).stdout.split())

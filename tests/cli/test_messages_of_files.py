@@ -19,7 +19,7 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.tensor_index import TensorLocation, read_stored
-from sparsellm.cli.console import table
+from sparsellm.cli.console import text_table
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.pipeline import selection
 from sparsellm.pipeline.selection import name_matcher
@@ -120,7 +120,7 @@ def test_names_stay_whole_in_narrow_tables() -> None:
     console = Console(width=40)
     name = "a-cell-with-a-name-of-some-length"
     with console.capture() as capture:
-        console.print(table(["cell", "state"], [[name, "words that go on for longer than the line"]], words=True))
+        console.print(text_table(["cell", "state"], [[name, "words that go on for longer than the line"]], words=True))
     assert name in capture.get()
 
 
@@ -141,7 +141,7 @@ def test_results_that_cannot_be_printed(unbuffered: str, tiny: dict[str, Path], 
 
 @pytest.mark.parametrize("pattern", [r"re:(\w+\.?)+!", r"re:(.|\w)*$^", r"re:((a|aa)+)+b"])
 def test_expressions_that_never_end(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "SECONDS", 0.2)
+    monkeypatch.setattr(selection, "MATCHING_SECONDS", 0.2)
     is_match = name_matcher(pattern, "`include`")
     started = time.process_time()
     with pytest.raises(InvalidSetting, match=r"takes more than 0\.2 seconds to compare with names"):

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, OutputExists
-from sparsellm.studies.interface import check_files, write_files
+from sparsellm.studies.interface import check_pages, write_pages
 
 Command = Callable[..., Result]
 
@@ -148,12 +148,12 @@ def test_the_page_beside_a_run(made: Path, tmp_path: Path, command: Command, mon
 def test_files_in_an_unfinished_output_and_links_to_files(tmp_path: Path) -> None:
     (tmp_path / "out" / ".sparsellm").mkdir(parents=True)
     with pytest.raises(InvalidSetting, match="output of a run"):
-        check_files([tmp_path / "out" / "page.html"], overwrite=True)
+        check_pages([tmp_path / "out" / "page.html"], overwrite=True)
     (tmp_path / "mine").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("link", "dangling"):
         with pytest.raises(OutputExists):
-            check_files([tmp_path / name], overwrite=False)
-    write_files({tmp_path / "link": b"page"}, overwrite=True)
+            check_pages([tmp_path / name], overwrite=False)
+    write_pages({tmp_path / "link": b"page"}, overwrite=True)
     assert (tmp_path / "mine").read_text() == "x"

@@ -22,8 +22,7 @@ import yaml
 from rich.console import Console
 from typer.testing import Result
 
-from sparsellm.cli.console import show
-from sparsellm.cli.console import table as drawn
+from sparsellm.cli.console import show, text_table
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.differences import Parts
 from sparsellm.methods import BlockResult
@@ -620,6 +619,6 @@ def test_killed_twice_by_the_system_and_continued_by_two_processes(small: Callab
 def test_a_narrow_console_keeps_every_column() -> None:
     """A table is printed as wide as it is: no column is dropped, no figure cut."""
     said = StringIO()
-    made = drawn(["model", "method", *(f"{n}0%" for n in range(9))], [["a model", "a method", *["1,234.5 ± 67.8"] * 9]])
+    made = text_table(["model", "method", *(f"{n}0%" for n in range(9))], [["a model", "a method", *["1,234.5 ± 67.8"] * 9]])
     show(Console(file=said, width=40), made)
     assert said.getvalue().split("\n")[1].split() == ["a", "model", "a", "method", *["1,234.5", "±", "67.8"] * 9]

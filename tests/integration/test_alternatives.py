@@ -66,13 +66,13 @@ def test_other_processes_take_the_choice_of_the_main_one(monkeypatch: pytest.Mon
 
 
 def test_a_choice_under_load_is_noted(tiny: dict[str, Path], text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = [products.NAME, "packed products, bfloat16, avx2"]  # a run multiplies nothing packed
+    measured = [products.ONEDNN_PRODUCTS, "packed products, bfloat16, avx2"]  # a run multiplies nothing packed
     monkeypatch.setattr(alternatives, "unsteady", lambda: measured)
     settings = {"calibration": str(text_file), "samples": 4, "sequence_length": 32}
     notes = sparsellm.prune(tiny["opt"], "wanda", "50%", **settings).report.notes
     told = [note for note in notes if "other programs were at work" in note]
     assert len(told) == 1
-    assert products.NAME in told[0]
+    assert products.ONEDNN_PRODUCTS in told[0]
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -90,11 +90,11 @@ def products_of(rows: int, columns: int, tokens: int) -> Iterator[tuple[Callable
         chosen, dense, x = matmul_of(pruned, dtype), pruned.to(dtype or torch.float32), inputs.to(dtype or torch.float32)
         with product_dtype_context(CPU, None):
             yield partial(products.linear, x, dense), partial(chosen, x, None)
-    if kernels.available():
+    if kernels.instruction_set():
         packed = Bitmask.from_dense(weight.bfloat16().where(weight > 0, 0.0))
         for count in (kernels.PASS, kernels.MAX_TOKENS):
             x = inputs[:count].bfloat16()
-            yield partial(kernels._multiply_tiles, x, packed, None), partial(kernels.matmul, x, packed)
+            yield partial(kernels._multiply_tiles, x, packed, None), partial(kernels.packed_matmul, x, packed)
 
 
 @pytest.mark.parametrize(("speedup", "used"), [(0.03, False), (2.0, True)])
@@ -104,19 +104,19 @@ def test_solvers_round_where_that_is_faster(speedup: float, used: bool) -> None:
     assert devices.multiplies_bfloat16(CPU) is used
 
 
-@pytest.mark.skipif(not kernels.available(), reason="no kernels are compiled")
+@pytest.mark.skipif(not kernels.instruction_set(), reason="no kernels are compiled")
 @pytest.mark.parametrize(("speedup", "by_kernel"), [(0.9, False), (1.1, True)])
 def test_several_passes_where_they_are_faster(speedup: float, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured decides which of the two multiplies more than 8 tokens; it is the same product."""
     weight, called = normal(64, 128).bfloat16(), []
-    monkeypatch.setattr(alternatives, "measure", lambda *_: (speedup, False))
+    monkeypatch.setattr(alternatives, "measure_speedup", lambda *_: (speedup, False))
     monkeypatch.setattr(alternatives, "store", None)
     tiles = kernels._multiply_tiles
     monkeypatch.setattr(kernels, "_multiply_tiles", lambda *parts: called.append(len(parts[0])) or tiles(*parts))
     alternatives.forget()
     for tokens in (kernels.PASS, kernels.PASS + 1, kernels.MAX_TOKENS, kernels.MAX_TOKENS + 1):
         x = normal(tokens, 128).bfloat16()
-        torch.testing.assert_close(kernels.matmul(x, Bitmask.from_dense(weight)), x @ weight.T, rtol=2e-2, atol=0.1)
+        torch.testing.assert_close(kernels.packed_matmul(x, Bitmask.from_dense(weight)), x @ weight.T, rtol=2e-2, atol=0.1)
     assert called == ([17] if by_kernel else [9, 16, 17])
 
 
@@ -127,7 +127,7 @@ def test_no_choice_is_slower_than_what_it_replaces(rows: int, columns: int) -> N
     for number, (usual, chosen) in enumerate(products_of(rows, columns, 1024)):
         found = []
         for _ in range(8):
-            found.append(alternatives.measure(usual, chosen)[0])
+            found.append(alternatives.measure_speedup(usual, chosen)[0])
             if found[-1] > 1 / 1.1:
                 break
         assert found[-1] > 1 / 1.1, (number, found)

@@ -129,7 +129,7 @@ def test_layers_of_one_tensor_have_one_format() -> None:
 @two_families
 def test_errors_follow_the_formula(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every row sampled, rounding a dense weight costs the mean over tokens of the weighted squared output error."""
-    monkeypatch.setattr(error_curves, "ROWS", 1000)
+    monkeypatch.setattr(error_curves, "MEASURED_ROWS", 1000)
     model, factors = tiny(family), dict[str, FisherFactors]()
     read, plan = signals(model), uniform_plan(blocks_of(model), Unstructured(0))
     for _ in weight_costs(model, batches(), plan, factors=factors):

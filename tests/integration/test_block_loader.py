@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OP
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.allocation.scores import fisher
 from sparsellm.checkpoints.block_loader import DiskWeights
-from sparsellm.checkpoints.comparison import Tensors, compare
+from sparsellm.checkpoints.comparison import StoredTensors, compare
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint
@@ -202,7 +202,7 @@ def test_tensors_read_in_pieces_are_whole(
     shape: tuple[int, ...], dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor of the file, with memory of its own, however much of the file is mapped at a time."""
-    monkeypatch.setattr("sparsellm.checkpoints.tensor_index.PIECE", piece)
+    monkeypatch.setattr("sparsellm.checkpoints.tensor_index.READ_ELEMENTS", piece)
     tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     save_file({"other": torch.ones(5), "wanted": tensor}, tmp_path / "some.safetensors")
     found = read_stored(TensorLocation(tmp_path / "some.safetensors", "wanted"))
@@ -215,14 +215,14 @@ def test_tensors_read_in_pieces_are_whole(
 @pytest.mark.parametrize("piece", [1, 10, 2**22])
 def test_compared_in_pieces(piece: int, tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit, one row more, another form and another dtype are each found, however few rows are read at a time."""
-    monkeypatch.setattr("sparsellm.checkpoints.tensor_index.PIECE", piece)
+    monkeypatch.setattr("sparsellm.checkpoints.tensor_index.READ_ELEMENTS", piece)
     skeleton = open_checkpoint(str(tiny["llama"])).skeleton()
 
-    def tensors(tensor: Tensor, name: str) -> Tensors:
+    def tensors(tensor: Tensor, name: str) -> StoredTensors:
         folder = tmp_path / name
         folder.mkdir()
         save_file({"x": tensor}, folder / "model.safetensors")
-        return Tensors(folder, skeleton)
+        return StoredTensors(folder, skeleton)
 
     whole = torch.arange(35.0).reshape(7, 5)
     here, bit = tensors(whole, "here"), whole.clone()

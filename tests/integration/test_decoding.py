@@ -137,7 +137,7 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
         return x @ weight.T
 
     monkeypatch.setattr(linear, "dense_matmul", dense_matmul)
-    monkeypatch.setattr(kernels, "available", lambda: "avx512")
+    monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
     model = AutoModelForCausalLM.from_pretrained(tiny["opt"], dtype=torch.bfloat16).eval()
     copied, layers = with_own_kernel(model), sum(isinstance(module, nn.Linear) for module in model.modules())
     assert copied is not None
@@ -149,5 +149,5 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
             torch.testing.assert_close(logits, model(torch.arange(tokens)[None]).logits, rtol=0.02, atol=0.02)
     assert weight_bytes(copied) == weight_bytes(model)
     assert with_own_kernel(AutoModelForCausalLM.from_pretrained(tiny["llama"], dtype=torch.float32)) is None
-    monkeypatch.setattr(kernels, "available", lambda: None)
+    monkeypatch.setattr(kernels, "instruction_set", lambda: None)
     assert with_own_kernel(model) is None

@@ -317,7 +317,7 @@ def test_sixteen_bits_are_multiplied_as_they_are(dtype: torch.dtype, monkeypatch
     plain.update(x)
     plain_cross.update(y, x)
     monkeypatch.setattr(devices, "is_nvidia", lambda device: True)
-    monkeypatch.setattr(bf16_gram, "load_library", lambda: None)
+    monkeypatch.setattr(bf16_gram, "load_kernel", lambda: None)
     monkeypatch.setattr(torch, "mm", mm)
     gram, cross, wide = Gram(200), CrossMoment(30, 200), Gram(200, dtype=torch.float64)
     gram.update(x)

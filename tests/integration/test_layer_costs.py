@@ -132,7 +132,7 @@ def test_measured_cost_is_that_of_putting_the_dense_layer_back(
     drops = sorted(layer.measured_kl for layer in first.layers if layer.measured_kl is not None)
     least = drops[2] / first.layer_costs.kl  # so that three of the five stand out
     monkeypatch.setattr(layer_costs, "OUTSTANDING", -math.inf)
-    monkeypatch.setattr(layer_costs, "LEAST", least)
+    monkeypatch.setattr(layer_costs, "LEAST_SHARE", least)
     result = sparsellm.prune(loud[family], **settings, evaluate=str(text_file))
     unmeasured = sparsellm.prune(loud[family], **settings)
     for name, parameter in result.model.named_parameters():
@@ -241,7 +241,7 @@ def test_layers_that_stand_out_as_options(
 ) -> None:
     """In one line to copy, on the terminal and in the page."""
     monkeypatch.setattr(layer_costs, "OUTSTANDING", 0.1)
-    monkeypatch.setattr(layer_costs, "LEAST", 0.0)
+    monkeypatch.setattr(layer_costs, "LEAST_SHARE", 0.0)
     words = ["--calibration", text_file, "--samples", 4, "--sequence-length", 32, "--method", "wanda", "--allocation", "fisher"]
     ran = command("prune", loud["llama"], tmp_path / "out", *words, "--evaluate", text_file, "--evaluate-limit", 4)
     costs = sparsellm.load_report(tmp_path / "out").layer_costs

@@ -377,7 +377,7 @@ def test_the_plan_estimates_the_head(rule: str, untied: Path, text_file: Path, c
 @pytest.mark.parametrize("scope", ["block", "model"])
 def test_recovery_keeps_the_head(scope: Any, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, while other weights train toward the dense model, whose predictions are those of its own head."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e-3))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(20, 1e-3))
     tokens = TOKENS.repeat(2, 2)
     include = ["Linear", "lm_head"]
     out = prune(untied, calibration=tokens, sparsity="50%", method="wanda", include=include).save_pretrained(tmp_path / "out")

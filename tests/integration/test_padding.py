@@ -238,7 +238,7 @@ def test_the_limit_of_tokens_counts_those_of_short_rows(monkeypatch: pytest.Monk
     used: list[int] = []
     monkeypatch.setattr("sparsellm.activations.sensitivity.TOKENS_PER_WIDTH", 0)
     for limit in (10, 30, 1000):
-        monkeypatch.setattr("sparsellm.activations.sensitivity.TOKENS", limit)
+        monkeypatch.setattr("sparsellm.activations.sensitivity.SENSITIVITY_TOKENS", limit)
         _, inputs = next(steps := walk(model, batches()))
         block, counted = blocks_of(model)[0], []
         monkeypatch.setattr(Gram, "mean_over", lambda self, tokens: counted.append(tokens) or self.matrix)  # noqa: B023

@@ -69,7 +69,7 @@ def test_the_batch_changes_nothing(dtype: torch.dtype) -> None:
 def test_the_batch_keeps_the_logits_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many windows at a time as fit, and one where none does; progress is told after each."""
     for limit, steps in ((3 * LENGTH * VOCABULARY * 4, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7])):
-        monkeypatch.setattr("sparsellm.evaluation.perplexity.LOGITS_BYTES", limit)
+        monkeypatch.setattr("sparsellm.evaluation.perplexity.LOGITS_MEMORY", limit)
         told: list[tuple[int, int]] = []
         perplexity(small("opt"), windows(), progress=lambda done, total, told=told: told.append((done, total)))
         assert told == [(step, 7) for step in steps]

@@ -58,7 +58,7 @@ families = pytest.mark.parametrize("family", ["opt", "llama"])
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual steps are for trained models: a random one of this size only gets worse by them."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e-3))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(20, 1e-3))
 
 
 def load(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:

@@ -45,7 +45,7 @@ Matrices = Mapping[str, tuple[Tensor, Tensor]]
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few steps, on no generated sequences."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(60, 3e-3))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(60, 3e-3))
     monkeypatch.setattr(training, "READS", 1000)
 
 

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {"steps": 20, "batch_size": 2}
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual steps are for trained models: a random one of this size only gets worse by them, and generates noise."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 3e-3))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(20, 3e-3))
     monkeypatch.setattr(training, "READS", 1000)
 
 
@@ -102,7 +102,7 @@ def test_products_of_large_layers(
 def test_best_effort_of_a_bundled_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the usual size, on this processor's own products."""
     monkeypatch.setitem(recipe.SCOPE_STEPS, "model", 4)
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(4, 1e-4))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(4, 1e-4))
     shape: dict[str, int] = {"samples": 8, "sequence_length": 128}
     report = prune(f"demo:{family}", effort="best", sparsity="80%", calibration="demo", **shape).report
     assert report.recovered is not None
@@ -213,13 +213,13 @@ def test_a_loss_that_turns_nan_is_told(
     folders: dict[str, Path], loud: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best state is kept, and a note names the step. The products of the factors overflow."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e37))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(20, 1e37))
     report = recover(folders["llama"], loud["llama"], TOKENS, **SETTINGS, train="lora").report
     assert any("the best weights before it were kept" in note for note in report.notes)
 
 
 def test_a_recovery_ends_early(folders: dict[str, Path], loud: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 0.1))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(20, 0.1))
     report = recover(folders["llama"], loud["llama"], TOKENS, **SETTINGS, patience=2).report
     assert any("stopped at step 4 of 20: the held-out loss was lowest at step 0" in note for note in report.notes)
 
@@ -233,7 +233,7 @@ def test_a_training_that_wins_nothing_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A note has the losses, the weights stay, and the table has a column for each of three measurements."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 100))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(20, 100))
     out, half = tmp_path / "out", folders["llama"]
     reads = ("--calibration", text_file, "--evaluate", text_file, "--samples", 16, "--sequence-length", 32)
     ran = command("recover", half, out, "--against", loud["llama"], *reads, "--steps", 20)

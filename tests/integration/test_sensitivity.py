@@ -42,7 +42,7 @@ def tiny(family: str) -> PreTrainedModel:
 
 def limit_tokens(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let F and S see this many tokens, whatever the width."""
-    monkeypatch.setattr(sensitivity, "TOKENS", count)
+    monkeypatch.setattr(sensitivity, "SENSITIVITY_TOKENS", count)
     monkeypatch.setattr(sensitivity, "TOKENS_PER_WIDTH", 0)
 
 

@@ -12,7 +12,7 @@ import torch
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.methods import EpochResult, LayerResult, block_solver
 from sparsellm.methods.block_solver import BlockSolver
-from sparsellm.methods.feedforward_problem import FeedForwardProblem, Weights
+from sparsellm.methods.feedforward_problem import FeedForwardProblem, PartWeights
 from sparsellm.methods.gauss_newton import gauss_newton_changes
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
@@ -80,7 +80,7 @@ def test_rounds_do_not_see_what_is_held_back(family: str, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(FeedForwardProblem, name, counted)
 
-    def counted_changes(problem: FeedForwardProblem, *arguments: Any) -> Iterator[Weights]:
+    def counted_changes(problem: FeedForwardProblem, *arguments: Any) -> Iterator[PartWeights]:
         seen.setdefault("changes", []).append(sum(map(len, problem.inputs)))
         return gauss_newton_changes(problem, *arguments)
 
@@ -98,7 +98,7 @@ def test_changes_end_before_the_error_rises(monkeypatch: pytest.MonkeyPatch) -> 
     """Of the held-out tokens: of two changes the second, with a larger error than the first, is not taken."""
 
     def with_changes(*lengths: float) -> dict[str, torch.Tensor]:
-        def changes(*arguments: Any) -> Iterator[Weights]:
+        def changes(*arguments: Any) -> Iterator[PartWeights]:
             change = next(gauss_newton_changes(*arguments))
             for length in lengths:
                 yield {name: (length * x, None if bias is None else length * bias) for name, (x, bias) in change.items()}
@@ -115,7 +115,7 @@ def test_a_round_that_is_worse_is_not_written(monkeypatch: pytest.MonkeyPatch) -
     """It is told as not accepted, and ends the rounds."""
 
     def with_round(factor: float) -> tuple[dict[str, torch.Tensor], list[EpochResult]]:
-        def worse(solver: BlockSolver, *arguments: Any) -> tuple[Weights, float]:
+        def worse(solver: BlockSolver, *arguments: Any) -> tuple[PartWeights, float]:
             weights = solver._weights(arguments[2])
             return {name: (factor * weight, bias) for name, (weight, bias) in weights.items()}, 1.01 * arguments[3]
 
@@ -161,7 +161,7 @@ def test_rounds_hold_the_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_change_that_cannot_help_is_not_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change far too long ends the rounds before a refit: the readers keep every bit, the writer sees all tokens."""
 
-    def far_off(problem: FeedForwardProblem, *arguments: Any) -> Iterator[Weights]:
+    def far_off(problem: FeedForwardProblem, *arguments: Any) -> Iterator[PartWeights]:
         for change in gauss_newton_changes(problem, *arguments):
             yield {name: (1e4 * weight, None if bias is None else 1e4 * bias) for name, (weight, bias) in change.items()}
 

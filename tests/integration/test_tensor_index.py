@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sparsellm.checkpoints.comparison import Tensors
+from sparsellm.checkpoints.comparison import StoredTensors
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
 from sparsellm.checkpoints.stored_form import StoredForm
-from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, _read_elements, row_chunks
+from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, _read_elements, stored_row_chunks
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.inspection import inspect
@@ -48,7 +48,7 @@ def saved(kind: str, tiny_models: ModuleType, folder: Path) -> Path:
 def test_split_tensors_have_the_names_and_numbers_of_the_model(kind: str, tiny_models: ModuleType, tmp_path: Path) -> None:
     folder = saved(kind, tiny_models, tmp_path / "dense")
     checkpoint = open_checkpoint(str(folder))
-    wanted, read = checkpoint.load().state_dict(), Tensors(folder, checkpoint.skeleton())
+    wanted, read = checkpoint.load().state_dict(), StoredTensors(folder, checkpoint.skeleton())
     assert set(read.files) <= set(wanted)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in read)
     assert {read.one_name(name) for name in wanted} == {read.one_name(name) for name in read.files}
@@ -112,4 +112,4 @@ def test_a_weight_file_larger_than_memory_is_read(tmp_path: Path) -> None:
         stream.write(last.numpy().tobytes())
     assert read_headers(file)["weight"].shape == (rows, 2)
     assert torch.equal(_read_elements(TensorLocation(file, "weight"), rows - 2, rows), last)
-    assert torch.equal(next(row_chunks(TensorLocation(file, "weight"))), torch.zeros(2**21, 2))
+    assert torch.equal(next(stored_row_chunks(TensorLocation(file, "weight"))), torch.zeros(2**21, 2))

@@ -119,7 +119,7 @@ def test_only_the_command_line_changes_the_process(
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual steps are for trained models: a random one of this size only gets worse by them."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e-3))
+    monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(20, 1e-3))
 
 
 two_families = pytest.mark.parametrize("family", ["opt", "llama"])

@@ -243,6 +243,23 @@ def test_help_shows_every_public_name() -> None:
         assert re.search(rf"^ +(class )?{name}\b", text, re.MULTILINE), name
 
 
+def test_a_public_name_is_unique_in_the_package() -> None:
+    """But for commands, each of which has a function of its name in Python, and variables of types."""
+    places: dict[str, set[str]] = {}
+    for file in (file for file in FILES if not file.startswith("cli/")):
+        for node in parse(file).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names = [node.name]
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and "TypeVar(" not in ast.unparse(node):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            else:
+                continue
+            for name in names:
+                places.setdefault(name, set()).add(str(file))
+    assert {name: found for name, found in places.items() if len(found) > 1 and not name.startswith("_")} == {}
+
+
 def test_functions_take_few_positional_arguments() -> None:
     """At most four, and further ones by keyword; Triton's kernels and torch's hooks have signatures that are not ours."""
     for file in FILES:

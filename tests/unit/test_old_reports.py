@@ -13,7 +13,7 @@ from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.removed import REMOVED
 from sparsellm.pipeline.report import Report
 from sparsellm.studies.page import report_page
-from sparsellm.studies.sweep_runner import FINISHED
+from sparsellm.studies.sweep_runner import READ_FINISHED
 from sparsellm.texts.json_files import read_record
 
 REPORTS = Path(__file__).parents[1] / "reports"
@@ -46,7 +46,7 @@ def test_a_recovery_s_recipe_is_refused(name: str) -> None:
 
 
 def test_a_finished_cell_is_read() -> None:
-    cell, _ = read_record(REPORTS / "cell.json", FINISHED, "finished cell")
+    cell, _ = read_record(REPORTS / "cell.json", READ_FINISHED, "finished cell")
     assert cell.report.perplexity
 
 

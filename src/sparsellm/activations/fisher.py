@@ -24,7 +24,7 @@ from sparsellm.solvers.statistics import InputRMS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS, WINDOWS = 2048, 4
+FISHER_TOKENS, WINDOWS = 2048, 4
 """Minimum number of tokens, and of samples. Diagonals need few: a quarter of them gives almost the same allocation."""
 
 
@@ -98,7 +98,7 @@ def _fisher_factors(
 ) -> Iterator[tuple[Block, str, FisherFactors]]:
     """The factors of each planned layer, with its block and its name in it, while the block's weights are loaded."""
     samples = [sample for batch in batches for sample in batch.split(1)]
-    samples = first_windows(samples, max(TOKENS, WINDOWS * max((sample.shape[1] for sample in samples), default=0)))
+    samples = first_windows(samples, max(FISHER_TOKENS, WINDOWS * max((sample.shape[1] for sample in samples), default=0)))
     tokens = sum(sample.numel() for sample in samples)
     statistics: dict[str, tuple[InputRMS, InputRMS]] = {}
 

@@ -29,7 +29,7 @@ from sparsellm.solvers.statistics import Gram
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS, TOKENS_PER_WIDTH = 4096, 4
+SENSITIVITY_TOKENS, TOKENS_PER_WIDTH = 4096, 4
 """Maximum number of tokens, and the same in multiples of the model's width, for matrices of full rank. The error of F falls
 with the root of the number, but a model pruned with four times as many is no better."""
 
@@ -39,7 +39,7 @@ MANY = 2**32
 
 def sampled_tokens(width: int) -> int:
     """The number of tokens that F and S are estimated from in a model of this width, if there are as many."""
-    return max(TOKENS, TOKENS_PER_WIDTH * width)
+    return max(SENSITIVITY_TOKENS, TOKENS_PER_WIDTH * width)
 
 
 def output_sensitivities(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]) -> list[Tensor]:

@@ -31,7 +31,7 @@ EXCHANGED, PARTNERS = 32, 256
 """Formats are exchanged between so many of the largest layers and so many others. What is left of the total is small beside the
 rest."""
 
-ROUNDS = 20
+EXCHANGE_ROUNDS = 20
 """Most rounds of exchanges; usually two or three are enough."""
 
 Floats = NDArray[np.float64]
@@ -179,7 +179,7 @@ def _choose(units: Sequence[_Unit], total: float) -> list[int]:
         fits = _cost(units, picked) <= total
         low, high, chosen = (low, middle, picked) if fits else (middle, high, chosen)
     by_size = sorted(range(len(units)), key=lambda number: -units[number].costs[-1])
-    for _ in range(ROUNDS):
+    for _ in range(EXCHANGE_ROUNDS):
         before, rest = list(chosen), total - _cost(units, chosen)
         for first in by_size[:EXCHANGED]:
             for second in by_size[:PARTNERS]:

@@ -40,10 +40,10 @@ DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.65, 0.8, 1.0)
 ROUNDED = (1, 3, 5, 7)
 """Positions in `DENSITIES` of those at which rounding is measured, which takes longer; errors are interpolated between."""
 
-TOKENS = 16384
+CURVE_TOKENS = 16384
 """Maximum number of tokens of the layers' Gram matrices."""
 
-ROWS = 64
+MEASURED_ROWS = 64
 """Rows of each layer on which errors are measured."""
 
 DESCENT = 0.75
@@ -61,7 +61,8 @@ def measure_errors(
 ) -> dict[str, ErrorCurve]:
     """Measure the error curve of each planned layer.
 
-    Takes one pass of at most 16,384 tokens through the model, and for each layer a solve of `ROWS` rows at each of `DENSITIES`.
+    Takes one pass of at most 16,384 tokens through the model, and for each layer a solve of `MEASURED_ROWS` rows at each of
+    `DENSITIES`.
 
     Args:
         batches: Calibration batches of token ids, each (batch, seq).
@@ -69,7 +70,7 @@ def measure_errors(
         factors: Of every layer, from `sparsellm.activations.fisher.weight_costs`.
     """
     curves: dict[str, ErrorCurve] = {}
-    for block, inputs in walk(model, first_windows(batches, TOKENS)):
+    for block, inputs in walk(model, first_windows(batches, CURVE_TOKENS)):
         if names := planned_layers(block, plan):
             statistics = collect_statistics(block, inputs, dict.fromkeys(names, Gram), advance=True)
             for name, owner in assign_owners(block, names).items():
@@ -84,7 +85,7 @@ def measure_errors(
 def _measure_layer(block: Block, name: str, statistics: TokenCount, factors: FisherFactors) -> ErrorCurve:
     """Measure the error curve of one layer on evenly spaced rows."""
     dense = block.layer(name).weight.detach()
-    rows = torch.linspace(0, len(dense) - 1, min(ROWS, len(dense)), device=dense.device).round().long()
+    rows = torch.linspace(0, len(dense) - 1, min(MEASURED_ROWS, len(dense)), device=dense.device).round().long()
     # Rows scaled by what their errors cost have errors in nats, and compete for weights as in the whole layer.
     scale = factors.gradients.to(dense.device)[rows] * math.sqrt(0.5 * factors.routed * len(dense) / len(rows))
     problem = LayerProblem(dense[rows].float() * scale.unsqueeze(1), statistics)

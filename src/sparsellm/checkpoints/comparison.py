@@ -15,7 +15,14 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import dtype_name, read_headers, read_pickle
 from sparsellm.checkpoints.stored_form import is_computed
-from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
+from sparsellm.checkpoints.tensor_index import (
+    NotStreamable,
+    Stored,
+    TensorLocation,
+    index_tensors,
+    read_stored,
+    stored_row_chunks,
+)
 from sparsellm.models.blocks import Block
 from sparsellm.models.output_head import blocks_and_head
 
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Tensors:
+class StoredTensors:
     """Tensors of a checkpoint, read one at a time from safetensors or `.bin` files (weights only), or of a model in memory.
 
     Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
@@ -87,7 +94,7 @@ def layers_by_parameter(model: PreTrainedModel, pruned: Collection[str]) -> dict
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointComparison:
     """Differences of a model from another one.
 
     Attributes:
@@ -105,7 +112,7 @@ class Comparison:
     only_there: tuple[str, ...] = ()
 
 
-def compare(here: Tensors, there: Tensors) -> Comparison:
+def compare(here: StoredTensors, there: StoredTensors) -> CheckpointComparison:
     """Compare the tensors of two checkpoints bit by bit. Tied tensors match under any of their names."""
     names = {here.one_name(key) for key in here.files}
     keys_there = {there.one_name(key): key for key in there.files}
@@ -116,7 +123,7 @@ def compare(here: Tensors, there: Tensors) -> Comparison:
             changed.append(key)
         elif here.dtype(key) != there.dtype(other):
             converted.append(key)
-    return Comparison(
+    return CheckpointComparison(
         changed=tuple(changed),
         alike=len(common) - len(changed) - len(converted),
         converted=tuple(converted),
@@ -125,14 +132,14 @@ def compare(here: Tensors, there: Tensors) -> Comparison:
     )
 
 
-def _equal_tensors(here: Tensors, key: str, there: Tensors, *, other: str) -> bool:
+def _equal_tensors(here: StoredTensors, key: str, there: StoredTensors, *, other: str) -> bool:
     """Whether two tensors are bit-identical in the dtype of the first; read in chunks of rows if both files support it."""
     location, other_location = here.place(key), there.place(other)
     if location is None or other_location is None:
         return bit_identical(here[key], there[other], as_stored=False)
     return all(
         rows is not None and other_rows is not None and bit_identical(rows, other_rows, as_stored=False)
-        for rows, other_rows in zip_longest(row_chunks(location), row_chunks(other_location))
+        for rows, other_rows in zip_longest(stored_row_chunks(location), stored_row_chunks(other_location))
     )
 
 

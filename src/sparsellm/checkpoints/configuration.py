@@ -15,7 +15,14 @@ import torch
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.documents import folder_for_transformers
 from sparsellm.checkpoints.headers import TensorHeader
-from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
+from sparsellm.checkpoints.tensor_index import (
+    NotStreamable,
+    Stored,
+    TensorLocation,
+    index_tensors,
+    read_stored,
+    stored_row_chunks,
+)
 from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel, first_line
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.texts.json_files import read_json
@@ -32,7 +39,7 @@ MOST_LAYERS = 256
 MOST_EXPERTS = 64
 """Number of experts per layer that is accepted in every model."""
 
-LAYERS = re.compile(r"layers?$|depths?$|blocks$|labels$")
+LAYER_COUNTS = re.compile(r"layers?$|depths?$|blocks$|labels$")
 EXPERTS = re.compile(r"experts?$")
 """Names of fields with the number of layers, labels or experts."""
 
@@ -45,7 +52,7 @@ ROOM = 2**28
 """Elements of buffers, such as position tables, that a model may compute beyond its number of weights."""
 
 
-def read_fields(name: str, folder: Path) -> dict[str, Any]:
+def read_config(name: str, folder: Path) -> dict[str, Any]:
     """Return the fields of config.json.
 
     Raises:
@@ -193,7 +200,7 @@ def _equal(first: Stored, second: Stored) -> bool:
         and isinstance(second, TensorLocation)
         and first.file.suffix == second.file.suffix == ".safetensors"
     ):
-        pairs = zip(row_chunks(first), row_chunks(second), strict=True)
+        pairs = zip(stored_row_chunks(first), stored_row_chunks(second), strict=True)
     else:
         pairs = zip((read_stored(first),), (read_stored(second),), strict=True)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
@@ -235,7 +242,7 @@ def _check_sizes(name: str, fields: Mapping[str, Any], headers: Mapping[str, Ten
     longest = max(lengths, default=0)
     for field, value in _integers(fields):
         limit = max(longest, len(headers), LARGEST)
-        if LAYERS.search(field):
+        if LAYER_COUNTS.search(field):
             limit = max(len(headers), MOST_LAYERS)
         elif EXPERTS.search(field) and value not in lengths:
             limit = MOST_EXPERTS

@@ -13,7 +13,7 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import SHARDS
 from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
 from sparsellm.checkpoints.stored_form import is_computed
-from sparsellm.checkpoints.tensor_index import TensorLocation, row_chunks
+from sparsellm.checkpoints.tensor_index import TensorLocation, stored_row_chunks
 from sparsellm.errors import BadCheckpoint, plural
 from sparsellm.texts.json_files import read_json
 
@@ -112,7 +112,9 @@ def check_doubles(name: str, files: Sequence[Path]) -> None:
 def _equal(first: TensorLocation, second: TensorLocation) -> bool:
     """Whether two stored tensors have the same bits."""
     headers = [read_headers(place.file)[place.key] for place in (first, second)]
-    return headers[0] == headers[1] and all(a.equal(b) for a, b in zip(row_chunks(first), row_chunks(second), strict=True))
+    return headers[0] == headers[1] and all(
+        a.equal(b) for a, b in zip(stored_row_chunks(first), stored_row_chunks(second), strict=True)
+    )
 
 
 def check_index(

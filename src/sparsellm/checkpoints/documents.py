@@ -19,11 +19,11 @@ from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
 from sparsellm.errors import BadCheckpoint
 from sparsellm.texts.json_files import BOM, read_json
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 MODULES = "modules.json"
 """Lists the modules of a sentence-transformers model, whose folders belong to the model with their weights."""
 
-TRAINING = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)\b.*", re.IGNORECASE)
+TRAINING_FILES = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)\b.*", re.IGNORECASE)
 INDEXES = {Path(name.removesuffix(".index.json")).suffix: (name,) for name in SHARDS if name.endswith(".index.json")}
 """The index of several weight files, by their suffix."""
 
@@ -32,7 +32,7 @@ ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
 
 
 @dataclass
-class Documents:
+class DocumentFiles:
     """The files of a checkpoint's folder and its subfolders, by relative path.
 
     Attributes:
@@ -57,7 +57,7 @@ class Documents:
         return f"not copied: {'; '.join(parts)}" if groups else ""
 
 
-def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, written: Collection[str] = ()) -> Documents:
+def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, written: Collection[str] = ()) -> DocumentFiles:
     """Tell which files of a checkpoint go along to a model made from it.
 
     Args:
@@ -66,9 +66,9 @@ def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, writ
         trusted: Whether Python files go along.
         written: Names of files in the folder that the output has in another form.
     """
-    result = Documents()
+    result = DocumentFiles()
     modules = _modules(folder)
-    own = {*weights, *(folder / name for name in (*INDEXES.get(next(iter(weights)).suffix, ()), CONFIG, *written))}
+    own = {*weights, *(folder / name for name in (*INDEXES.get(next(iter(weights)).suffix, ()), CONFIG_FILE, *written))}
     for file in _files(folder):
         name = file.relative_to(folder)
         if file in own:
@@ -80,7 +80,7 @@ def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, writ
     return result
 
 
-def copy_documents(folder: Path, documents: Documents, target: Path) -> None:
+def copy_documents(folder: Path, documents: DocumentFiles, target: Path) -> None:
     """Copy the files that go along, byte for byte."""
     for name in documents.copied:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _left_out(name: Path, file: Path, *, trusted: bool, modules: Collection[str]
         "a link to a folder": file.is_dir(),
         "": inside and name.parts[0] in modules,
         "an adapter, which is no part of the model": bool(ADAPTER.fullmatch(name.name)),
-        "the state of a training": bool(TRAINING.fullmatch(name.name)),
+        "the state of a training": bool(TRAINING_FILES.fullmatch(name.name)),
         "code, which goes along with `trust_remote_code=True`": name.suffix == ".py" and not trusted,
         "weights that are not loaded": name.suffix.lower() in WEIGHTS or bool(INDEX.search(name.name)),
         "another checkpoint": inside and any((file.parent / shard).is_file() for shard in SHARDS),
@@ -132,15 +132,15 @@ def folder_for_transformers(folder: Path) -> Iterator[Path]:
     transformers loads an adapter that lies beside a model where PEFT is installed, and no config.json that begins with a
     byte-order mark.
     """
-    config = (folder / CONFIG).read_bytes()
+    config = (folder / CONFIG_FILE).read_bytes()
     if not config.startswith(BOM) and not (folder / ADAPTER_CONFIG).exists():
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="sparsellm-") as links:
         for path in folder.iterdir():
-            if path.name not in (CONFIG, ADAPTER_CONFIG):
+            if path.name not in (CONFIG_FILE, ADAPTER_CONFIG):
                 Path(links, path.name).symlink_to(path.resolve())
-        Path(links, CONFIG).write_bytes(config.removeprefix(BOM))
+        Path(links, CONFIG_FILE).write_bytes(config.removeprefix(BOM))
         yield Path(links)
 
 
@@ -204,9 +204,9 @@ def with_dtype(text: str, dtype: torch.dtype) -> str:
 
 def read_config_text(folder: Path) -> str:
     """Read config.json as it is, without a byte-order mark, which transformers does not read."""
-    return (folder / CONFIG).read_bytes().removeprefix(BOM).decode("utf-8")
+    return (folder / CONFIG_FILE).read_bytes().removeprefix(BOM).decode("utf-8")
 
 
 def write_config(target: Path, text: str) -> None:
     """Write config.json with the line breaks of the text."""
-    (target / CONFIG).write_bytes(text.encode("utf-8"))
+    (target / CONFIG_FILE).write_bytes(text.encode("utf-8"))

@@ -13,13 +13,13 @@ from torch.nn.functional import pad
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import BadCheckpoint
 
-METHOD, FORMAT = "compressed-tensors", "pack-quantized"
+EXPORT_METHOD, EXPORT_FORMAT = "compressed-tensors", "pack-quantized"
 """`quant_method` and `format` of the configuration of such a checkpoint."""
 
-PARTS = ("_packed", "_scale", "_shape")
+PART_ENDINGS = ("_packed", "_scale", "_shape")
 """Endings of the names of a weight's parts."""
 
-BITS, WORD = (4, 8), 32
+STORED_BITS, STORED_WORD = (4, 8), 32
 """Bits of an integer, and of those that several are packed into."""
 
 
@@ -30,12 +30,15 @@ class ExportedEntry(PackedEntry):
 def is_exported(fields: Mapping[str, Any]) -> bool:
     """Return whether a configuration is that of a checkpoint whose integers can be read: symmetric, columns in their order."""
     settings = fields.get("quantization_config")
-    if not isinstance(settings, dict) or (settings.get("quant_method"), settings.get("format")) != (METHOD, FORMAT):
+    if not isinstance(settings, dict) or (settings.get("quant_method"), settings.get("format")) != (
+        EXPORT_METHOD,
+        EXPORT_FORMAT,
+    ):
         return False
     groups = settings.get("config_groups")
     weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()] if groups else []
     return bool(weights) and all(
-        isinstance(x, dict) and x.get("symmetric", True) is True and x.get("num_bits") in BITS and not x.get("actorder")
+        isinstance(x, dict) and x.get("symmetric", True) is True and x.get("num_bits") in STORED_BITS and not x.get("actorder")
         for x in weights
     )
 
@@ -52,12 +55,12 @@ def exported_entries(
     Raises:
         BadCheckpoint: The parts do not fit each other.
     """
-    names = [key.removesuffix(PARTS[0]) for key in headers if key.endswith(PARTS[0])]
+    names = [key.removesuffix(PART_ENDINGS[0]) for key in headers if key.endswith(PART_ENDINGS[0])]
     found = {}
-    for name in (name for name in names if all(name + part in headers for part in PARTS)):
-        (kind, words), (dtype, scales), (shape_kind, pair) = (headers[name + part] for part in PARTS)
-        shape = tuple(map(int, read_shape(name + PARTS[2]))) if (shape_kind, pair) == ("int64", (2,)) else (0, 0)
-        bits = next((x for x in BITS if shape[1] > 0 and words[1:] == (-(-shape[1] * x // WORD),)), None)
+    for name in (name for name in names if all(name + part in headers for part in PART_ENDINGS)):
+        (kind, words), (dtype, scales), (shape_kind, pair) = (headers[name + part] for part in PART_ENDINGS)
+        shape = tuple(map(int, read_shape(name + PART_ENDINGS[2]))) if (shape_kind, pair) == ("int64", (2,)) else (0, 0)
+        bits = next((x for x in STORED_BITS if shape[1] > 0 and words[1:] == (-(-shape[1] * x // STORED_WORD),)), None)
         rows = {shape[0], *words[:1], *scales[:1]}
         if kind != "int32" or bits is None or len(rows) > 1 or len(scales) != 2 or not scales[1] or shape[1] % scales[1]:
             raise BadCheckpoint(
@@ -82,7 +85,7 @@ def decoded(integers: Tensor, scales: Tensor) -> Tensor:
 def pack_integers(integers: Tensor, num_bits: int) -> Tensor:
     """Pack (out, in) integers, plus 2^(num_bits - 1), into (out, ceil(in · num_bits / 32)) int32, lowest bits first."""
     unsigned = (integers.int() + 2 ** (num_bits - 1)).to(torch.uint8)
-    unsigned = pad(unsigned, (0, -unsigned.shape[1] % (WORD // num_bits)))
+    unsigned = pad(unsigned, (0, -unsigned.shape[1] % (STORED_WORD // num_bits)))
     if num_bits == 4:
         unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
     words: Tensor = unsigned.contiguous().view(torch.int32)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsellm.checkpoints.exported_files import PARTS, exported_entries
+from sparsellm.checkpoints.exported_files import PART_ENDINGS, exported_entries
 from sparsellm.checkpoints.packed_files import PackedEntry, can_hold, parse_entries, parts_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
 from sparsellm.runtime.devices import raise_unless_damaged
@@ -203,7 +203,7 @@ def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
         ) from None
     if entries:
         headers = _unpacked_headers(file, headers, entries)
-    parts = {name + part for name in exported for part in PARTS}
+    parts = {name + part for name in exported for part in PART_ENDINGS}
     weights = {name: TensorHeader(entry.dtype, entry.shape) for name, entry in exported.items()}
     return dict(sorted((weights | {key: header for key, header in headers.items() if key not in parts}).items()))
 

@@ -22,11 +22,11 @@ from sparsellm.checkpoints.configuration import (
     silence_transformers,
 )
 from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
-from sparsellm.checkpoints.documents import Documents, documents_of, folder_for_transformers
+from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name
 from sparsellm.checkpoints.opening import open_files, open_folder
-from sparsellm.checkpoints.packed_files import METHOD
+from sparsellm.checkpoints.packed_files import PACKED_METHOD
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
@@ -80,7 +80,7 @@ class Checkpoint:
         name = self.name if hub else local_path(self.name).absolute().name
         return Origin(name, hub, card_terms(self.folder), auto_model(self.config).__name__)
 
-    def documents(self, written: Collection[str]) -> Documents:
+    def documents(self, written: Collection[str]) -> DocumentFiles:
         """Return which files besides the weights go along to outputs, which have those named `written` in another form."""
         return documents_of(self.folder, weights=self.files(), trusted=self.trusted, written=written)
 
@@ -180,7 +180,7 @@ class InMemoryModel:
     @property
     def packed(self) -> bool:
         """Whether the model computes with packed weights."""
-        return getattr(self.model, "quantization_method", None) == METHOD
+        return getattr(self.model, "quantization_method", None) == PACKED_METHOD
 
     @property
     def length(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.configuration import check_kind, read_fields
+from sparsellm.checkpoints.configuration import check_kind, read_config
 from sparsellm.checkpoints.documents import ADAPTER, documents_of
 from sparsellm.checkpoints.exported_files import is_exported
 from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint
@@ -71,7 +71,7 @@ def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool =
         BadCheckpoint: A file is missing or damaged.
         UnsupportedModel: The model cannot be pruned.
     """
-    fields = read_fields(name, folder)
+    fields = read_config(name, folder)
     if (found_packed := is_packed(name, fields)) and not packed:
         raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
     exported = packed and is_exported(fields)

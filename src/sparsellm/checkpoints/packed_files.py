@@ -20,17 +20,17 @@ from sparsellm.errors import BadCheckpoint, UnsupportedModel, first_line
 from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
 from sparsellm.texts.json_files import build_mapping
 
-METHOD = "sparsellm"
+PACKED_METHOD = "sparsellm"
 """`quant_method` of a packed checkpoint's configuration, and the metadata of a weight file that list packed tensors."""
 
-VERSION = 1
+PACKED_VERSION = 1
 """Version of the format."""
 
 NUMBERS_A_BYTE = 64
 """Most numbers of a packed tensor for each of its stored bytes: a byte of the mask has the bits of eight numbers, and takes at
 least one bit when it is compressed by Huffman codes."""
 
-WIDENED_A_BYTE, WIDENED = 8, 2**25
+WIDENED_A_BYTE, WIDENED_COLUMNS = 8, 2**25
 """Columns that decoding may add to the rows of a packed tensor, which then are whole groups of `MASK_WORD`: for each of its
 bytes, and in all. Half a million rows of one number pass, and more where they are not almost all removed."""
 
@@ -108,7 +108,7 @@ def can_hold(size: int, matrix: tuple[int, int]) -> bool:
     """Return whether so many bytes can be those of a packed matrix of a shape. What decoding takes is in proportion to them."""
     rows, columns = matrix
     widened = rows * (-columns % MASK_WORD)
-    return rows * columns <= NUMBERS_A_BYTE * size and widened <= WIDENED_A_BYTE * size + WIDENED
+    return rows * columns <= NUMBERS_A_BYTE * size and widened <= WIDENED_A_BYTE * size + WIDENED_COLUMNS
 
 
 Decode = Callable[[Mapping[str, Tensor], PackedEntry], Tensor]
@@ -124,7 +124,7 @@ def register_decoder(parts: tuple[str, ...], decode: Decode) -> None:
         parts: Names of the parts of a tensor called `weight`.
         decode: Decodes it.
     """
-    _decoders[METHOD] = parts, decode
+    _decoders[PACKED_METHOD] = parts, decode
 
 
 def _sha256(tensor: Tensor) -> str:
@@ -134,7 +134,7 @@ def _sha256(tensor: Tensor) -> str:
 
 def metadata_of(entries: Mapping[str, PackedEntry]) -> dict[str, str]:
     """Return the metadata of a weight file with these packed tensors."""
-    return {"format": "pt", METHOD: json.dumps({key: entries[key].to_dict() for key in sorted(entries)})}
+    return {"format": "pt", PACKED_METHOD: json.dumps({key: entries[key].to_dict() for key in sorted(entries)})}
 
 
 def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, PackedEntry]:
@@ -143,7 +143,7 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     Raises:
         BadCheckpoint: The list is damaged.
     """
-    text = (metadata or {}).get(METHOD)
+    text = (metadata or {}).get(PACKED_METHOD)
     if text is None:
         return {}
     try:
@@ -166,7 +166,7 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
 
 def parts_of(key: str, stored: Collection[str]) -> dict[str, str]:
     """Return the names in a file of a packed tensor's parts, by the name of the part."""
-    return {part: name for part in _decoders[METHOD][0] if (name := key + part.removeprefix("weight")) in stored}
+    return {part: name for part in _decoders[PACKED_METHOD][0] if (name := key + part.removeprefix("weight")) in stored}
 
 
 def decode_tensor(file: Path, key: str, entry: PackedEntry, *, parts: Mapping[str, Tensor]) -> Tensor:
@@ -182,7 +182,7 @@ def decode_tensor(file: Path, key: str, entry: PackedEntry, *, parts: Mapping[st
         BadCheckpoint: A part is damaged, or the decoded tensor has another digest than the one that was packed.
     """
     try:
-        tensor = _decoders[METHOD][1](parts, entry)
+        tensor = _decoders[PACKED_METHOD][1](parts, entry)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{file.name}: {key}: {error}") from None
     if _sha256(tensor) != entry.sha256:
@@ -201,11 +201,12 @@ def is_packed(name: str, fields: Mapping[str, Any]) -> bool:
         UnsupportedModel: It is packed in a version of the format that this package does not read.
     """
     settings = fields.get("quantization_config")
-    if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
+    if not isinstance(settings, dict) or settings.get("quant_method") != PACKED_METHOD:
         return False
-    if (version := settings.get("version")) != VERSION:
+    if (version := settings.get("version")) != PACKED_VERSION:
         raise UnsupportedModel(
-            f"{name} is packed in version {str(version)[:20]} of the format, and this sparsellm reads version {VERSION}. "
+            f"{name} is packed in version {str(version)[:20]} of the format, and this sparsellm reads version "
+            f"{PACKED_VERSION}. "
             "Install a newer sparsellm."
         )
     return True

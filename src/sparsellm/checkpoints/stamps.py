@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsellm.checkpoints.documents import CONFIG, Documents
+from sparsellm.checkpoints.documents import CONFIG_FILE, DocumentFiles
 from sparsellm.errors import BadCheckpoint
 
 
@@ -30,13 +30,13 @@ class Stamps:
     documents: Mapping[Path, tuple[int, int]]
 
     @classmethod
-    def of(cls, name: str, folder: Path, weights: Collection[Path], documents: Documents) -> Stamps:
+    def of(cls, name: str, folder: Path, weights: Collection[Path], documents: DocumentFiles) -> Stamps:
         """Take the stamps of files that are about to be read.
 
         Raises:
             BadCheckpoint: A file cannot be read.
         """
-        copied = [folder / CONFIG, *(folder / file for file in documents.copied)]
+        copied = [folder / CONFIG_FILE, *(folder / file for file in documents.copied)]
         for file in (*weights, *copied):
             _check_readable(name, folder, file)
         return cls(name, {file: _stamp(file) for file in weights}, {file: _stamp(file) for file in copied})

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.exported_files import PARTS, ExportedEntry, decode_exported
+from sparsellm.checkpoints.exported_files import PART_ENDINGS, ExportedEntry, decode_exported
 from sparsellm.checkpoints.headers import FLOATS, is_zip, locate_all, locate_tensor, packed_entry, read_headers, read_pickle
 from sparsellm.checkpoints.packed_files import decode_tensor, parts_of
 from sparsellm.errors import BadCheckpoint
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-PIECE = 2**22
+READ_ELEMENTS = 2**22
 """Elements of a tensor that are read at a time."""
 
 
@@ -185,12 +185,12 @@ def _read(location: TensorLocation) -> Tensor:
             return _read_elements(location, 0, None)
         entry = packed[location.key]
         is_exported = isinstance(entry, ExportedEntry)
-        names = {part: location.key + part for part in PARTS} if is_exported else parts_of(location.key, stored)
+        names = {part: location.key + part for part in PART_ENDINGS} if is_exported else parts_of(location.key, stored)
         parts = {part: _read_elements(TensorLocation(location.file, name), 0, None) for part, name in names.items()}
     return decode_exported(parts, entry) if is_exported else decode_tensor(location.file, location.key, entry, parts=parts)
 
 
-def row_chunks(location: TensorLocation) -> Iterator[Tensor]:
+def stored_row_chunks(location: TensorLocation) -> Iterator[Tensor]:
     """Yield a tensor in chunks of rows, which are the same for every dtype; one of a .bin file as a whole."""
     if location.file.suffix != ".safetensors":
         yield _read(location)
@@ -198,8 +198,8 @@ def row_chunks(location: TensorLocation) -> Iterator[Tensor]:
     with _read_errors(location):
         packed = packed_entry(location.file, location.key)
         shape = torch.Size(packed.shape if packed else locate_tensor(location.file, location.key)[0].shape)
-    rows = max(1, PIECE // max(shape[1:].numel(), 1))
-    if len(shape) == 0 or shape.numel() <= PIECE or packed:
+    rows = max(1, READ_ELEMENTS // max(shape[1:].numel(), 1))
+    if len(shape) == 0 or shape.numel() <= READ_ELEMENTS or packed:
         yield from _read(location).split(rows) if packed else (_read(location),)
         return
     for start in range(0, shape[0], rows):
@@ -234,7 +234,7 @@ def _read_errors(location: TensorLocation) -> Iterator[None]:
         raise BadCheckpoint(f"{location.key} cannot be read from {location.file}: {str(error).splitlines()[0]}") from error
 
 
-WIDTH = 16
+DIGEST_BYTES = 16
 """Bytes of a digest: 128 bits, which makes collisions negligible."""
 
 
@@ -276,7 +276,7 @@ class TensorDigest:
 def file_digest(file: Path) -> str:
     """Return the BLAKE2b digest of a file's bytes, in hexadecimal digits."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=WIDTH)).hexdigest()
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
 
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:
@@ -289,8 +289,8 @@ def tensor_digests(file: Path) -> dict[str, TensorDigest]:
     for key, header in read_headers(file, decoded=False).items():
         if header.dtype.startswith("float") and header.dtype not in FLOATS:
             raise BadCheckpoint(f"{file.name} holds {key[:200]} in {header.dtype}, which is not read. Get a sound copy of it.")
-        hasher, finite, zeros = hashlib.blake2b(digest_size=WIDTH), True, [0, 0]
-        for chunk in row_chunks(TensorLocation(file, key)):
+        hasher, finite, zeros = hashlib.blake2b(digest_size=DIGEST_BYTES), True, [0, 0]
+        for chunk in stored_row_chunks(TensorLocation(file, key)):
             hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             finite = finite and (not chunk.dtype.is_floating_point or all_finite(chunk.float()))
             zeros[0] += count_zeros(chunk)
@@ -303,4 +303,4 @@ def report_digest(report: Mapping[str, Any]) -> str:
     """Return the digest of a report without its own digest. It does not depend on the order of keys."""
     digests = {key: value for key, value in report["digests"].items() if key != "report"}
     text = json.dumps({**report, "digests": digests}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=WIDTH).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()

@@ -16,7 +16,7 @@ from sparsellm.texts.json_files import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONFIG, WHOLE = "tokenizer_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, WHOLE_TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 
 NO_VOCABULARY = ("tokenizer_file", "tokenizer_config_file", "normalizer_file")
 """Roles of files in `vocab_files_names` of a tokenizer class that a vocabulary can do without."""
@@ -24,7 +24,7 @@ NO_VOCABULARY = ("tokenizer_file", "tokenizer_config_file", "normalizer_file")
 CONVERTED = ("tokenizer.model*", "tiktoken.model", "tekken.json")
 """Files that transformers converts to a vocabulary, whatever the class calls its own."""
 
-PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
+SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 """Modules by which transformers reads the files of SentencePiece, with the packages that have them."""
 
 
@@ -93,19 +93,19 @@ def _missing_files(folder: Path, kind: type | None) -> str | None:
     if own and not missing:
         return None
     parts = " and ".join(missing)
-    return f"{WHOLE}{f' (or {parts})' if parts else ''}" if is_whole else parts
+    return f"{WHOLE_TOKENIZER}{f' (or {parts})' if parts else ''}" if is_whole else parts
 
 
 def _whole_files(folder: Path) -> list[str]:
     """Names of tokenizer.json, of which a folder may have one for each of several versions of transformers."""
     versions = _settings(folder).get("fast_tokenizer_files")
-    return [WHOLE, *(str(file) for file in versions)] if isinstance(versions, list) else [WHOLE]
+    return [WHOLE_TOKENIZER, *(str(file) for file in versions)] if isinstance(versions, list) else [WHOLE_TOKENIZER]
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
     """The fields of tokenizer_config.json; none if it is missing or cannot be read."""
     try:  # not as strictly as other files: models without a limit write a `model_max_length` of 31 digits
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8-sig"))
+        content = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -129,7 +129,7 @@ def _packages_missing(folder: Path) -> list[str]:
     """The packages that are not installed and that a folder's tokenizer needs, which has the files of SentencePiece alone."""
     if not _sentencepiece_files(folder):
         return []
-    return [package for module, package in PACKAGES.items() if not _is_installed(module)]
+    return [package for module, package in SENTENCEPIECE_PACKAGES.items() if not _is_installed(module)]
 
 
 def _is_installed(module: str) -> bool:
@@ -142,7 +142,7 @@ def _is_installed(module: str) -> bool:
 
 def _sentencepiece_files(folder: Path) -> list[Path]:
     """The models of SentencePiece in a folder without a tokenizer.json: messages of protobuf, which begin with a piece."""
-    files = [] if (folder / WHOLE).is_file() else sorted(folder.glob("*.model"))
+    files = [] if (folder / WHOLE_TOKENIZER).is_file() else sorted(folder.glob("*.model"))
     return [file for file in files if file.is_file() and _first_byte(file) == b"\x0a"]
 
 
@@ -190,6 +190,6 @@ def _check_added(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase) ->
         text = str(token.get("content") if isinstance(token, dict) else token)
         if number.isdecimal() and text in vocabulary and vocabulary[text] != int(number):
             raise BadCheckpoint(
-                f"{name}: {CONFIG} gives the token {text!r} the number {number}, and the tokenizer's other files give it "
-                f"{vocabulary[text]}. Copy the model's own tokenizer files into the folder."
+                f"{name}: {TOKENIZER_CONFIG} gives the token {text!r} the number {number}, and the tokenizer's other files "
+                f"give it {vocabulary[text]}. Copy the model's own tokenizer files into the folder."
             )

@@ -170,7 +170,7 @@ def displayed(name: str, context: typer.Context, mode: Mode = "auto") -> Iterato
         yield lambda text: display(Stage(text))
 
 
-def table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:
+def text_table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:
     """Make a table without borders.
 
     Args:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from sparsellm.cli.console import print_line, show, table
+from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import MAX_MESSAGE, plural, printable
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
-from sparsellm.pipeline.display import percent, plus_minus
+from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.estimates import RunPlan, human_seconds
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
 from sparsellm.pipeline.layer_costs import worst_layers_table
@@ -36,7 +36,7 @@ def task_metric(metric: str) -> str:
 
 def task_value(result: Accuracy) -> str:
     """Format a task's result in the unit of `task_metric`, with its standard error."""
-    return (percent if is_fraction(result.metric) else plus_minus)(result.value, result.standard_error)
+    return (percent if is_fraction(result.metric) else with_standard_error)(result.value, result.standard_error)
 
 
 def print_summary(console: Console, report: Report, folder: str) -> None:
@@ -63,17 +63,17 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             changes = [report.change(name), *([report.change_by_recovery(name)] if report.pruned else [])]
             figures = [_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned"))]
             rows.append([name, *figures, *(str(change) if change else "-" for change in changes)])
-        show(console, table(head, rows))
+        show(console, text_table(head, rows))
     if report.gradual:
         stages, rows = report.gradual.table()
         if rows:
-            show(console, table(stages, rows))
+            show(console, text_table(stages, rows))
     if report.tasks:
         rows = []
         for name, results in report.tasks.items():
             values = [task_value(x) if (x := results.get(when)) else "-" for when in ("dense", "pruned")]
             rows.append([name, task_metric(next(iter(results.values())).metric), *values])
-        show(console, table(["task", "metric", "dense", last], rows))
+        show(console, text_table(["task", "metric", "dense", last], rows))
     _print_continuations(console, report.samples, {"dense": "dense", "pruned": last})
     _print_layer_costs(console, report)
     print_line(console, f"Wrote {folder}, read back and verified.")
@@ -90,14 +90,14 @@ def _print_continuations(console: Console, samples: Mapping[str, Mapping[Any, st
 
 def _figure(perplexity: Perplexity | None) -> str:
     """A perplexity with its standard error; a dash where it was not measured."""
-    return plus_minus(perplexity.value, perplexity.standard_error) if perplexity else "-"
+    return with_standard_error(perplexity.value, perplexity.standard_error) if perplexity else "-"
 
 
 def _print_layer_costs(console: Console, report: Report) -> None:
     """Print the layers that cost most, and options that keep those dense which stand out; nothing if they are not known."""
     head, worst = worst_layers_table(report.layers, report.recipe)
     if worst:
-        show(console, table(head, worst))
+        show(console, text_table(head, worst))
     is_predicted = any(layer.predicted_kl is not None for layer in report.layers)
     if is_predicted and isinstance(report.recipe, Recipe) and not report.recipe.evaluate:
         print_line(console, "Pass --evaluate TEXT to measure what layers cost.")
@@ -122,7 +122,7 @@ def print_evaluation(console: Console, result: Evaluation, against: str | None) 
         for name, x in result.perplexity.items():
             row = [name, _figure(x), *compared(name, other.perplexity if other else {}, _figure)]
             rows.append([*row, f"{x.windows} x {x.lengths} tokens", f"{x.seconds:.1f}"])
-        show(console, table(head, rows))
+        show(console, text_table(head, rows))
     if result.accuracy:
         rows = []
         for name, score in result.accuracy.items():
@@ -132,7 +132,7 @@ def print_evaluation(console: Console, result: Evaluation, against: str | None) 
         if len(accuracies) > 1:
             average = mean([(x.value, x.standard_error) for x in accuracies])
             rows.append(["mean", "accuracy, %", percent(*average), *[""] * len(columns)])
-        show(console, table(["task", "metric", *columns, "questions"], rows))
+        show(console, text_table(["task", "metric", *columns, "questions"], rows))
 
 
 def print_several(console: Console, reports: Mapping[str, Report]) -> None:
@@ -154,7 +154,7 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
     rows = [["dense", "", *cells(first, "dense")]] if texts or tasks else []
     for folder, report in reports.items():
         rows.append([folder, f"{100 * report.sparsity:.2f}", *cells(report, "pruned")])
-    show(console, table(head, rows))
+    show(console, text_table(head, rows))
     texts_of = {prompt: {"": pair.get("dense", "")} for prompt, pair in first.samples.items()}
     for folder, report in reports.items():
         for prompt, pair in report.samples.items():
@@ -176,7 +176,7 @@ def print_search(console: Console, points: Sequence[Point]) -> None:
         row += [human_bytes(x.size or 0)] if size else []
         rows.append([*row, x.answer, f"{x.seconds:.1f}"])
     head = ["sparsity", "effort", *names, *(["increase"] if increase else []), *(["size"] if size else []), "met", "seconds"]
-    show(console, table(head, rows))
+    show(console, text_table(head, rows))
 
 
 def print_inspection(console: Console, inspection: Inspection) -> None:
@@ -188,7 +188,7 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
         row += _integers(x) if rounded else []
         rows.append([*row, str(x.pattern or "-"), marks[x.holds]] if expected else row)
     columns = [*(["integers", "group", "bits"] if rounded else []), *(["expected", "holds"] if expected else [])]
-    show(console, table(["layer", "shape", "zeros", *columns], rows))
+    show(console, text_table(["layer", "shape", "zeros", *columns], rows))
     if rounded:
         print_line(console, f"Packed, layers with integers take {inspection.bits_per_weight:.3f} bits a weight.")
     if checked := sum(x.holds is not None for x in inspection.layers):
@@ -220,7 +220,7 @@ def _integers(layer: LayerZeros) -> list[str]:
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print the tables of a comparison, and what limits it."""
     for title, made in comparison.tables().items():
-        show(console, table(*made, title))
+        show(console, text_table(*made, title))
         print_line(console, "")
     for note in comparison.notes:
         print_line(console, note)
@@ -233,7 +233,7 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
             [x.name, f"{x.shape[0]} x {x.shape[1]}", _pattern_range([str(x.pattern)]) if x.pattern else f"dense: {x.reason}"]
             for x in plan.each_layer
         ]
-        show(console, table(["layer", "shape", "pattern"], each))
+        show(console, text_table(["layer", "shape", "pattern"], each))
         if (rule := plan.recipe.allocation_rule) == RULES[-1]:
             print_line(console, "Each layer's sparsity and the bits of its values are chosen once its errors are measured.")
         elif rule in RULES[1:]:
@@ -251,7 +251,7 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
         [x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files), _operations(x.operations), human_seconds(x.seconds)]
         for x in plan.stages
     ]
-    show(console, table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
+    show(console, text_table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
     print_line(
         console,
         f"Peak memory on {plan.device}: {human_bytes(peak.data_bytes)} of {human_bytes(placement.memory)}, while {peak.stage}. "

@@ -20,7 +20,7 @@ from sparsellm.cli.console import (
     show,
     stderr,
     stdout,
-    table,
+    text_table,
 )
 from sparsellm.errors import plural
 
@@ -33,11 +33,11 @@ def evaluate(
     context: typer.Context,
     model: options.Model,
     *,
-    text: options.Text = None,
+    text: options.TextOption = None,
     against: options.ComparedWith = None,
-    quiet: options.Quiet = False,
-    progress: options.Progress = "auto",
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    progress: options.ProgressOption = "auto",
+    as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
     """Measure perplexity on texts and accuracy on tasks.
@@ -84,7 +84,7 @@ def inspect(
     *,
     against: options.Against = None,
     expect: options.Expect = None,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
     trust_remote_code: bool = False,
     architecture: str | None = None,
 ) -> None:
@@ -121,7 +121,7 @@ def verify(
     output: options.Finished,
     *,
     against: options.Dense = None,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
     trust_remote_code: bool = False,
     architecture: str | None = None,
 ) -> None:
@@ -169,7 +169,7 @@ def push(
     revision: options.Branch = None,
     overwrite: options.Replace = False,
     dry_run: options.DryRun = False,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
     trust_remote_code: bool = False,
     architecture: str | None = None,
 ) -> None:
@@ -215,9 +215,9 @@ def demo(
     *,
     output: options.DemoOutput = None,
     family: options.Family = "opt",
-    quiet: options.Quiet = False,
-    progress: options.Progress = "auto",
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    progress: options.ProgressOption = "auto",
+    as_json: options.JsonOption = False,
 ) -> None:
     """Prune a bundled model with every method and compare them.
 
@@ -232,7 +232,7 @@ def demo(
             check_writable(output)
 
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.pipeline.display import Display, plus_minus
+        from sparsellm.pipeline.display import Display, with_standard_error
         from sparsellm.pipeline.events import combine_observers
         from sparsellm.pipeline.export import check_output
         from sparsellm.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
@@ -250,14 +250,14 @@ def demo(
         cells = [
             [
                 x.method,
-                plus_minus(x.perplexity, x.standard_error),
+                with_standard_error(x.perplexity, x.standard_error),
                 str(x.change or ""),
                 f"{100 * x.sparsity:.1f} %",
                 f"{x.seconds:.1f}",
             ]
             for x in rows
         ]
-        show(stdout, table(["method", "perplexity", "change", "zeros", "seconds"], cells, title))
+        show(stdout, text_table(["method", "perplexity", "change", "zeros", "seconds"], cells, title))
         if packed is not None:
             print_line(stdout, f"Wrote the model pruned by SparseLLM to {output}, read back and verified.")
             for line in packed_lines(packed):

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout, table
+from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout, text_table
 from sparsellm.errors import plural
 
 NO_KERNELS = (
@@ -31,7 +31,7 @@ EXTRAS = {
 """The extras of pyproject.toml for users, each with the package that it brings."""
 
 
-def info(context: typer.Context, as_json: options.Json = False) -> None:
+def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
     """Show this machine, the choices measured on it, and the methods.
 
     Measures which computations are faster here, and how fast memory is read, since a dense model reads every weight for each
@@ -50,7 +50,7 @@ def info(context: typer.Context, as_json: options.Json = False) -> None:
         for number, (title, rows) in enumerate(parts.items()):
             if number:
                 print_line(stdout, "")
-            stdout.print(table([title.ljust(width), ""], rows, words=True))
+            stdout.print(text_table([title.ljust(width), ""], rows, words=True))
 
 
 def _examine() -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _examine() -> dict[str, Any]:
 
     from sparsellm.formats import kernels, memory_reads
     from sparsellm.models.sparse_matmul import max_density
-    from sparsellm.pipeline.compute_dtype import SPEEDUP, bf16_speedup
+    from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_speedup
     from sparsellm.pipeline.machine_cache import use_cache
     from sparsellm.pipeline.recipe_fields import METHODS
     from sparsellm.runtime import alternatives, devices
@@ -77,18 +77,18 @@ def _examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("torch", "transformers", "triton")},
         "extras": {extra: {package: _version(package)} for extra, package in EXTRAS.items()},
-        "kernels": {"in_use": kernels.available(), "instruction_sets": kernels.instruction_sets()},
+        "kernels": {"in_use": kernels.instruction_set(), "instruction_sets": kernels.instruction_sets()},
         "processor": platform.machine(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
+        "bfloat16": {"speedup": speedup, "used": speedup >= LEAST_GAIN},
         "float32": {"onednn_speedup": onednn_speedup(), "onednn_used": uses_onednn()},
         "solvers": {
             "bfloat16_speedup": bf16_matmul_speedup(),
             "bfloat16_used": devices.multiplies_bfloat16(torch.device("cpu")),
         },
         "skipped_zeros": {"max_density": max_density()},
-        "packed": {"tokens": kernels.most_tokens(torch.bfloat16) if kernels.available() else 0},
+        "packed": {"tokens": kernels.most_tokens(torch.bfloat16) if kernels.instruction_set() else 0},
         "unsteady": alternatives.unsteady(),
         "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
         "accelerators": [

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
 from sparsellm.cli.console import in_options
-from sparsellm.pipeline.recipe_fields import PANELS, RecipeFields, RecoveryFields, RunFields
+from sparsellm.pipeline.recipe_fields import HELP_PANELS, RecipeFields, RecoveryFields, RunFields
 from sparsellm.pipeline.removed import replacement
 from sparsellm.solvers.integers import BITS_OF
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
@@ -27,7 +27,7 @@ _METAVARS: dict[Any, str] = {str: "TEXT", list[str]: "TEXT", int: "N", float: "X
 """Placeholder of an option's value in the help, by type; a flag has none."""
 
 
-class Group(typer.core.TyperGroup):
+class CommandGroup(typer.core.TyperGroup):
     """The commands. The error of one that was removed says what replaces it."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -104,7 +104,7 @@ def recipe_options(
     declared = {**(others.model_fields if others else {}), **fields.model_fields}
     chosen = [name for name in names or declared if name not in without]
     # In the order of the panels; within one, the fields that `prune` and `recover` do not share come first.
-    chosen.sort(key=lambda name: (PANELS.index(_extra(declared[name])["panel"]), name in RunFields.model_fields))
+    chosen.sort(key=lambda name: (HELP_PANELS.index(_extra(declared[name])["panel"]), name in RunFields.model_fields))
     selected = {name: declared[name] for name in chosen}
     listed = [name for name in chosen if name in shown or (name in fields.model_fields and _extra(declared[name])["essential"])]
 
@@ -202,7 +202,7 @@ _STAGES = "Number of stages, each of which prunes further and then trains."
 Stages = Annotated[int | None, _gradual(metavar="N", help=_STAGES, show_default="4")]
 _TEXT = f"Text to measure the perplexity on: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file."
 # typer 0.27 would name it --TEXT
-Text = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]
+TextOption = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]
 
 Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
@@ -215,14 +215,14 @@ Track = Annotated[
     _output("--report-to", metavar="NAME", help="Experiment tracker: wandb, tensorboard, trackio or mlflow."),
 ]
 Layers = Annotated[bool, _output("--layers", help="Also list each layer with its pattern, or why it stays dense.")]
-Quiet = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
-Progress = Annotated[
+QuietOption = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
+ProgressOption = Annotated[
     Literal["auto", "plain", "json"],
     _output(
         "--progress", help="Form of the progress on stderr; auto is one live line on a terminal, else plain lines.", hidden=True
     ),
 ]
-Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
+JsonOption = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 _RECOVERED = "Plan the recovery of this folder toward MODEL, with the options of `recover`."
 PlannedRecovery = Annotated[str | None, typer.Option("--recover", metavar="PRUNED", help=_RECOVERED)]
 ComparedWith = Annotated[str | None, typer.Option("--against", metavar="DENSE", help="Model to measure the difference from.")]
@@ -269,7 +269,7 @@ MinAccuracy = Annotated[
     list[str] | None, _target(metavar="TASK:ACCURACY", help="Smallest accuracy on a zero-shot task, as boolq:0.60.")
 ]
 MaxSize = Annotated[str | None, _target(metavar="SIZE", help="Size of the weights, as 500MB, once `pack` has packed them.")]
-Step = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
+StepOption = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
 
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
 Repo = Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, as owner/name; may be new.")]
@@ -300,13 +300,13 @@ OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MO
 _REPORTED = "Folders of pruned models or of sweeps; several, of one dense model, are compared."
 Reported = Annotated[list[str], typer.Argument(metavar="RUN", help=_REPORTED)]
 _PAGE_DEFAULT = "RUN.html, beside RUN; none for several or for --json alone"
-Page = Annotated[str | None, _output("--output", help="HTML file to write.", show_default=_PAGE_DEFAULT)]
+PageOption = Annotated[str | None, _output("--output", help="HTML file to write.", show_default=_PAGE_DEFAULT)]
 _FIGURES = "Also write each plot of a run's page to this folder, as SVG and PNG."
 Figures = Annotated[str | None, _output(metavar="DIR", help=_FIGURES)]
 
 OverwriteFiles = Annotated[bool, _output("--overwrite", help="Replace files that sparsellm did not write.")]
 
-Packed = Annotated[str, typer.Argument(metavar="PACKED", help="Folder of a packed model, as written by `pack`.")]
+PackedArgument = Annotated[str, typer.Argument(metavar="PACKED", help="Folder of a packed model, as written by `pack`.")]
 DenseForm = Annotated[
     str | None,
     typer.Option("--against", metavar="DENSE", help="Dense model to compare with.", show_default="PACKED, decoded"),

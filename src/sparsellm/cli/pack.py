@@ -34,8 +34,8 @@ def pack(
     allow_dense: options.AllowDense = False,
     positive_zeros: options.PositiveZeros = False,
     overwrite: options.OverwritePacked = False,
-    quiet: options.Quiet = False,
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Write a pruned model without its zeros. Nothing is lost, unless --values rounds the weights.
 
@@ -96,8 +96,8 @@ def unpack(
     model: options.UnpackedOut,
     *,
     overwrite: options.OverwriteUnpacked = False,
-    quiet: options.Quiet = False,
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Turn a packed model back into the one that was packed.
 
@@ -129,8 +129,8 @@ def export(
     *,
     values: ExportValues = None,
     overwrite: OverwriteExported = False,
-    quiet: options.Quiet = False,
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Write a pruned model as integers for vLLM and transformers.
 

@@ -46,9 +46,9 @@ def prune(
     overwrite: options.Overwrite = False,
     pack: options.AlsoPack = False,
     report_to: options.Track = None,
-    quiet: options.Quiet = False,
-    progress: options.Progress = "auto",
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    progress: options.ProgressOption = "auto",
+    as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
     """Prune a model and write the pruned checkpoint.
@@ -56,10 +56,10 @@ def prune(
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
-        from sparsellm.pipeline.recipe_file import read_fields, read_recipes
+        from sparsellm.pipeline.recipe_file import read_recipe_fields, read_recipes
         from sparsellm.texts.paths import local_path
 
-        if config and output is None and model is not None and "model" in read_fields(local_path(config)):
+        if config and output is None and model is not None and "model" in read_recipe_fields(local_path(config)):
             model, output = None, model  # the recipe names the model, so the only argument is the output
         if model is not None:
             settings["model"] = model
@@ -90,9 +90,9 @@ def recover(
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
     report_to: options.Track = None,
-    quiet: options.Quiet = False,
-    progress: options.Progress = "auto",
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    progress: options.ProgressOption = "auto",
+    as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
     """Train the weights of a pruned checkpoint, keeping its zeros.
@@ -221,7 +221,7 @@ def plan(
     recovered: options.PlannedRecovery = None,
     config: options.Config = None,
     layers: options.Layers = False,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
     """Estimate memory, disk and time of a `prune` or `recover` command.

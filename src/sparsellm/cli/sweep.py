@@ -23,8 +23,8 @@ from sparsellm.cli.console import (
     show,
     stderr,
     stdout,
+    text_table,
 )
-from sparsellm.cli.console import table as text_table
 from sparsellm.errors import plural
 
 
@@ -40,9 +40,9 @@ def sweep(
     retry: options.Retry = False,
     list_cells: options.ListCells = False,
     report_to: options.Track = None,
-    quiet: options.Quiet = False,
-    progress: options.Progress = "auto",
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    progress: options.ProgressOption = "auto",
+    as_json: options.JsonOption = False,
     device: str | None = None,
 ) -> None:
     """Prune with every combination of settings in a file and compare.
@@ -124,13 +124,13 @@ def search(
     max_perplexity_increase: options.MaxIncrease = None,
     min_accuracy: options.MinAccuracy = None,
     max_size: options.MaxSize = None,
-    step: options.Step = "1%",
+    step: options.StepOption = "1%",
     config: options.Config = None,
     overwrite: options.Overwrite = False,
     report_to: options.Track = None,
-    quiet: options.Quiet = False,
-    progress: options.Progress = "auto",
-    as_json: options.Json = False,
+    quiet: options.QuietOption = False,
+    progress: options.ProgressOption = "auto",
+    as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
     """Prune a model to the largest sparsity that meets a target.
@@ -192,10 +192,10 @@ def report(
     context: typer.Context,
     runs: options.Reported,
     *,
-    output: options.Page = None,
+    output: options.PageOption = None,
     figures: options.Figures = None,
     overwrite: options.OverwriteFiles = False,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Write the page of a run or a sweep, or compare several.
 
@@ -247,7 +247,7 @@ def _saved(folder: Path) -> dict[str, Any]:
 
 def bench(
     context: typer.Context,
-    packed: options.Packed,
+    packed: options.PackedArgument,
     *,
     against: options.DenseForm = None,
     batch: options.Batches = "1,4",
@@ -256,7 +256,7 @@ def bench(
     output: options.SpeedPage = None,
     record: options.RecordSpeed = False,
     overwrite: options.OverwriteFiles = False,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Measure how fast a packed model decodes on this machine's CPU.
 

@@ -22,7 +22,7 @@ from sparsellm.texts.in_memory import SOURCE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENS = 48
+GENERATED_TOKENS = 48
 """Maximum number of generated tokens, a few lines of text."""
 
 NOT_IN_MEMORY = "(not written: the model is read block by block)"
@@ -212,7 +212,7 @@ class LayerCosts:
 
 @torch.no_grad()
 def generate_text(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Continue a prompt by greedy decoding, up to `TOKENS` tokens or the end-of-sequence token.
+    """Continue a prompt by greedy decoding, up to `GENERATED_TOKENS` tokens or the end-of-sequence token.
 
     No key-value cache is used, so that every model family works: each token is computed from all previous tokens, up to the
     model's context length.
@@ -227,7 +227,7 @@ def generate_text(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, promp
     tokens = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     start = tokens.shape[1]
     with eval_mode(model), compute_dtype_context(model, compute_dtype(model)):
-        for _ in range(TOKENS):
+        for _ in range(GENERATED_TOKENS):
             logits = model(input_ids=tokens[:, -context:], use_cache=False).logits[0, -1]
             tokens = torch.cat([tokens, logits.argmax().view(1, 1)], dim=1)
             if int(tokens[0, -1]) == tokenizer.eos_token_id:

@@ -29,10 +29,10 @@ from sparsellm.texts.padding import count_tokens, sequence_lengths, token_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS = 4096  # maximum per batch: beyond, attention scores exceed the CPU cache and the time per token grows
-LOGITS_BYTES = 64 * 2**20  # maximum size of a batch's float32 logits, the largest tensor of a forward pass
+MEASURED_TOKENS = 4096  # maximum per batch: beyond, attention scores exceed the CPU cache and the time per token grows
+LOGITS_MEMORY = 64 * 2**20  # maximum size of a batch's float32 logits, the largest tensor of a forward pass
 
-ROWS = 128
+COMPARED_TOKENS = 128
 """Tokens whose predictions are compared at once: float32 copies of a whole sequence's would take several times its logits."""
 
 AMPLE = 2**30
@@ -127,7 +127,7 @@ def streamed_perplexity(
     return _gather(local, windows, source, started=started)
 
 
-def measure(
+def measure_perplexity(
     loaded: LoadedModel,
     windows: Tensor,
     source: str = "",
@@ -204,7 +204,7 @@ def kl_divergence(loaded: LoadedModel, batches: Sequence[Tensor], dense: Sequenc
     for outputs in _last_block_outputs(loaded, batches):
         with loaded.weights.non_block(), prediction_head(loaded.model, blocks_of(loaded.model), loaded.compute) as predict:
             for tokens, hidden, teacher in zip(collectives.shard(batches), outputs, dense, strict=True):
-                pieces = [predict(tokens, x).flatten(0, 1).split(ROWS) for x in (teacher, hidden)]
+                pieces = [predict(tokens, x).flatten(0, 1).split(COMPARED_TOKENS) for x in (teacher, hidden)]
                 local.append([float(_row_divergences(*rows).sum()) for rows in zip(*pieces, strict=True)])
     total: float = sum(sum(values) for values in collectives.all_gather(local)) / sum(batch.numel() for batch in batches)
     if not math.isfinite(total):
@@ -225,7 +225,7 @@ def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:
 
 def default_batch_size(vocabulary: int, length: int, share: float = 1.0) -> int:
     """Sequences per batch: the largest number with at most 64 MiB of logits and 4,096 tokens, both scaled by `share`."""
-    return max(1, int(share * min(LOGITS_BYTES // (length * vocabulary * 4), TOKENS // length)))
+    return max(1, int(share * min(LOGITS_MEMORY // (length * vocabulary * 4), MEASURED_TOKENS // length)))
 
 
 @torch.no_grad()

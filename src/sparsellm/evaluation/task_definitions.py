@@ -22,7 +22,7 @@ from sparsellm.texts.paths import is_task_file, local_path
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-SPLITS = {
+TASK_SPLITS = {
     "boolq": "validation",
     "rte": "validation",
     "hellaswag": "validation",
@@ -56,11 +56,13 @@ def prepare_tasks(tasks: Sequence[str], folder: str | None) -> dict[str, dict[st
     """
     if tasks and find_spec("lm_eval") is None:
         raise MissingPackage("Tasks run through lm-eval, which is not installed: pip install 'sparsellm[eval]'.")
-    if others := [task for task in tasks if task not in SPLITS]:
+    if others := [task for task in tasks if task not in TASK_SPLITS]:
         for task in others:
             _check_name(task)
         if folder is not None:
-            raise InvalidSetting(f"`task_data` can hold the tasks {', '.join(SPLITS)}, not {others[0]}. Leave out one of them.")
+            raise InvalidSetting(
+                f"`task_data` can hold the tasks {', '.join(TASK_SPLITS)}, not {others[0]}. Leave out one of them."
+            )
     if folder is not None:
         return {task: _local_overrides(task, local_path(folder)) for task in tasks}
     names: dict[str, str] = {}  # by a task's name in results, the task as it is given
@@ -106,7 +108,7 @@ def task_errors(*tasks: str) -> Iterator[None]:
     except ImportError as error:
         raise MissingPackage(f"The {noun} cannot be loaded ({first_line(error)}): install what lm-eval asks for.") from error
     except OSError as error:
-        paper = set(tasks) <= set(SPLITS)
+        paper = set(tasks) <= set(TASK_SPLITS)
         local = " Or pass a folder of .jsonl files as `task_data`." if paper else ""
         local = " Or look at the data set in its file." if any(map(is_task_file, tasks)) else local
         raise Unreachable(
@@ -125,7 +127,7 @@ def task_errors(*tasks: str) -> Iterator[None]:
 
 def _local_overrides(task: str, folder: Path) -> dict[str, Any]:
     """Fields of a task definition that read its JSONL file in `folder`, whose fields are those of the hub data set."""
-    part = SPLITS[task]
+    part = TASK_SPLITS[task]
     files = sorted(folder.glob(f"{task}*{part}*.jsonl"))
     if len(files) != 1:
         reason = f"none of {folder}'s files is called" if not files else f"{len(files)} files of {folder} are called"

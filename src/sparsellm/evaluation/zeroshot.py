@@ -28,12 +28,12 @@ from sparsellm.runtime.products import fast_linear_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BATCH = 8
+REQUESTS_A_BATCH = 8
 """Requests per batch. Requests are padded, so another number changes the scores by rounding."""
 
 ACCURACY = TypeAdapter(Accuracy)  # reads what other processes send
 
-SEED = 1234
+EXAMPLES_SEED = 1234
 """The seed with which lm-eval chooses examples, its own default."""
 
 
@@ -112,18 +112,18 @@ def _run_lm_eval(
                 progress(self.scored, self.total)
             return logits
 
-    lm = CountedLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH)
+    lm = CountedLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=REQUESTS_A_BATCH)
     with definitions.task_errors(*tasks), tempfile.TemporaryDirectory() as folder:
         specs = [definitions.spec(task, fields, Path(folder)) for task, fields in tasks.items()]
         members = definitions.task_manager().load(specs)
         # As simple_evaluate, which has no results where LOCAL_RANK is not 0, and takes seconds to list the installed packages.
         random.seed(0)
-        np.random.seed(SEED)
-        torch.manual_seed(SEED)
+        np.random.seed(EXAMPLES_SEED)
+        torch.manual_seed(EXAMPLES_SEED)
         for member in members["tasks"].values():
             if member.get_config("num_fewshot") is None:
                 member.set_config(key="num_fewshot", value=0)
-            member.set_fewshot_seed(seed=SEED)
+            member.set_fewshot_seed(seed=EXAMPLES_SEED)
         return dict(evaluate(lm, members, limit=limit, log_samples=True) or {})
 
 
@@ -148,7 +148,7 @@ def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
     metrics = metrics_of(figures)
     if not metrics:
         raise BadText(f"lm-eval gives no number for the task {name}, got {printable(str(figures), 200)}. Leave it out.")
-    preferred = [] if name in definitions.SPLITS else ["acc_norm,none"]
+    preferred = [] if name in definitions.TASK_SPLITS else ["acc_norm,none"]
     key = next((key for key in (*preferred, "acc,none") if key in metrics), metrics[0])
     metric, _, filtered_by = key.partition(",")
     error = figures.get(f"{metric}_stderr,{filtered_by}")

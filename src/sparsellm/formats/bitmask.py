@@ -12,7 +12,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.quantization import Quantized, expand_groups
 
-PADDING = 64
+VALUES_PADDING = 64
 """Zeros after the last value: a kernel reads values in vectors, and the last one may reach past the end."""
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -85,7 +85,7 @@ class Bitmask:
                 halves = torch.zeros(2 * int(row_starts[-1]), dtype=torch.uint8, device=mask.device)
                 halves.masked_scatter_(_occupied(mask), values.view(torch.uint8) & 15)
                 values = halves[::2] | halves[1::2] << 4
-        return cls(shape, mask, torch.cat([values, values.new_zeros(PADDING)]), row_starts, scales, format)
+        return cls(shape, mask, torch.cat([values, values.new_zeros(VALUES_PADDING)]), row_starts, scales, format)
 
     @property
     def kept(self) -> int:

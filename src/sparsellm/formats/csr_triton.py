@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.formats.bitmask import PADDING, Bitmask, unpack_bits
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
 from sparsellm.formats.running_form import check_numbers
 from sparsellm.runtime import devices
 from sparsellm.solvers.sparsegpt import MIN_CAPABILITY
@@ -21,7 +21,7 @@ try:  # installed with torch's CUDA wheels only
 except ImportError:
     triton = None
 
-MAX_TOKENS = 16
+MAX_CSR_TOKENS = 16
 """Most tokens of the kernel. For more, the weight is decoded and torch multiplies, which takes longer
 than the kernel for 16 tokens on an NVIDIA H100."""
 
@@ -138,7 +138,7 @@ class CompressedRows:
             for mask, first, some in zip(*(x.split(rows_at_once) for x in (weight.mask, starts[:-1], groups)), strict=True)
         ]
         first_columns, offsets = (torch.cat(x) for x in zip(*parts, strict=True))
-        padded = torch.cat([offsets, offsets.new_zeros(PADDING)])
+        padded = torch.cat([offsets, offsets.new_zeros(VALUES_PADDING)])
         return cls(
             weight.shape,
             weight.values,
@@ -187,7 +187,7 @@ def _relative_columns(keep: Tensor, starts: Tensor, groups: Tensor) -> tuple[Ten
     return first_columns.to(torch.int32), (column - first_columns[group]).to(torch.int32)
 
 
-def matmul(x: Tensor, weight: CompressedRows) -> Tensor:
+def csr_matmul(x: Tensor, weight: CompressedRows) -> Tensor:
     """Multiply tokens by a weight, with sums in float32.
 
     Args:
@@ -203,7 +203,7 @@ def matmul(x: Tensor, weight: CompressedRows) -> Tensor:
     tokens, (outputs, columns) = len(x), weight.shape
     if x.shape != (tokens, columns):
         raise InvalidSetting(f"x has the shape {tuple(x.shape)}, and the packed matrix {columns} columns.")
-    if tokens > MAX_TOKENS:
+    if tokens > MAX_CSR_TOKENS:
         return linear(x, weight.to_dense())
     padded = x.new_zeros(columns, triton.next_power_of_2(tokens))
     padded[:, :tokens] = x.T
@@ -228,7 +228,7 @@ def passes_self_test(device: torch.device) -> bool:
     dense = torch.tensor([[0.0, 2.0, 3.0], [4.0, 0.0, 0.0]], device=device)
     weight = CompressedRows.from_bitmask(Bitmask.from_dense(dense))
     try:
-        y = matmul(torch.tensor([[1.0, 10.0, 100.0]], device=device), weight)
+        y = csr_matmul(torch.tensor([[1.0, 10.0, 100.0]], device=device), weight)
         decoded = weight.to_dense()
     except Exception:  # a compiler or driver may raise anything; the dense product gives the same result
         return False

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.formats.bitmask import PADDING, Bitmask, bits_of, starts_of_rows
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, bits_of, starts_of_rows
 from sparsellm.formats.integer_encoding import decode_integers, decode_scales, encode_integers
 from sparsellm.formats.parts import (
     Bytes,
@@ -78,7 +78,7 @@ def encode(weight: Tensor | Bitmask, archive: bool = False) -> dict[str, Tensor]
     return stored_tensors(parts)
 
 
-def decode(
+def decode_parts(
     parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, format: IntegerFormat | None = None
 ) -> Bitmask:
     """Decode what `encode` returned. Every length is checked before anything is indexed.
@@ -175,11 +175,11 @@ def _read_exponents(stored: Mapping[str, Bytes], kept: int) -> Bytes:
 
 
 def _join(rest: Bytes, exponents: Bytes, kept: int, *, dtype: torch.dtype) -> Tensor:
-    """Return the kept numbers from their exponents and the rest of their bits, and `PADDING` zeros."""
+    """Return the kept numbers from their exponents and the rest of their bits, and `VALUES_PADDING` zeros."""
     planes = len(rest) // max(kept, 1)
     if len(rest) != planes * kept or (kept and planes not in ((1, 2, 3) if dtype == torch.float32 else (1,))):
         raise BadCheckpoint(f"weight has {len(rest):,} bytes for {kept:,} kept numbers: the packed weight is damaged.")
-    values = np.zeros(kept + PADDING, dtype=np.uint32 if dtype == torch.float32 else np.uint16)
+    values = np.zeros(kept + VALUES_PADDING, dtype=np.uint32 if dtype == torch.float32 else np.uint16)
     for start in range(0, kept, _CHUNK):
         stop = min(start + _CHUNK, kept)
         bits = exponents[start:stop].astype(values.dtype)

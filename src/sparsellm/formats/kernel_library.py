@@ -44,21 +44,21 @@ def openmp_start() -> ctypes.c_void_p | None:
 
 
 @cache
-def load_library() -> Library | None:
+def load_kernels() -> Library | None:
     """The kernels; None if they are not compiled."""
     library = native.load_library()
     return None if library is None else Library(library)
 
 
-def available() -> str | None:
+def instruction_set() -> str | None:
     """Return the name of the instruction set in use; None without the compiled library."""
-    library = load_library()
+    library = load_kernels()
     return None if library is None else INSTRUCTION_SETS[library.number]
 
 
 def instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor and the library have, the preferred one last."""
-    library = load_library()
+    library = load_kernels()
     return [] if library is None else list(library.names)
 
 
@@ -71,7 +71,7 @@ def set_instruction_set(name: str | None) -> None:
     Raises:
         InvalidSetting: This processor or the library does not have it.
     """
-    library = load_library()
+    library = load_kernels()
     names = instruction_sets()
     if library is None or name not in (None, *names):
         raise InvalidSetting(f"instruction set got {name!r}; this machine has {', '.join(names) or 'no compiled kernels'}.")

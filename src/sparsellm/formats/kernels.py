@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.kernel_library import TYPES, Library, load_library, warn_missing
-from sparsellm.formats.kernel_library import available as available
+from sparsellm.formats.kernel_library import TYPES, Library, load_kernels, warn_missing
+from sparsellm.formats.kernel_library import instruction_set as instruction_set
 from sparsellm.formats.kernel_library import instruction_sets as instruction_sets
 from sparsellm.formats.kernel_library import set_instruction_set as set_instruction_set
 from sparsellm.formats.parts import DTYPES
@@ -32,7 +32,7 @@ TILE = 2**20
 """Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
 
 
-def matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
+def packed_matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
     """Multiply tokens by a matrix: x Wᵀ + bias, with sums in float32.
 
     The bits of the result do not depend on the number of threads. With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
@@ -129,7 +129,7 @@ def multiply(
     if bias is not None and (bias.shape != (rows,) or bias.device != x.device):
         raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
-    library = load_library()
+    library = load_kernels()
     can = 0 < tokens <= MAX_TOKENS and x.is_cpu
     # Integers stay with the kernel: the other way rounds their products with the scales.
     if library is None or not can or (tokens > PASS and scales is None and tokens > most_tokens(values.dtype)):
@@ -151,13 +151,13 @@ def most_tokens(dtype: torch.dtype) -> int:
         generator = torch.Generator().manual_seed(0)
         x, dense = (torch.randn(size, MEASURED[1], generator=generator).to(dtype) for size in (MAX_TOKENS, MEASURED[0]))
         weight = Bitmask.from_dense(dense.where(dense > 0, 0.0))
-        library = load_library()
+        library = load_kernels()
         assert library is not None
         parts = _addresses((weight.mask, weight.values, weight.row_starts), None, 0)
         return lambda: _multiply_tiles(x, weight, None), lambda: _call(library, x, parts, shape=MEASURED)
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        gain = speedup(f"packed products, {str(dtype).removeprefix('torch.')}, {available()}", make)
+        gain = speedup(f"packed products, {str(dtype).removeprefix('torch.')}, {instruction_set()}", make)
     return MAX_TOKENS if gain >= 1 else PASS
 
 
@@ -174,7 +174,7 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
     Raises:
         InvalidSetting: A shape, dtype or device does not match.
     """
-    library = load_library()
+    library = load_kernels()
     rows, columns = weight.shape
     if x.dtype not in DTYPES:
         raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
@@ -184,7 +184,7 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return _call(library, x, (None, weight.data_ptr(), TYPES[weight.dtype], None, None, 0), shape=(rows, columns))
 
 
-def decode(
+def decode_rows(
     weight: Bitmask,
     start: int = 0,
     stop: int | None = None,
@@ -208,7 +208,7 @@ def decode(
         InvalidSetting: The rows, the dtype or `out` do not fit the matrix.
     """
     check_layout(weight)
-    library = load_library()
+    library = load_kernels()
     stop = weight.shape[0] if stop is None else stop
     if not 0 <= start <= stop <= weight.shape[0]:
         raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
@@ -298,7 +298,7 @@ def _matrix(shape: tuple[int, int], parts: tuple[Tensor, Tensor, Tensor], scales
 
 def _multiply_tiles(x: Tensor, weight: Bitmask, bias: Tensor | None) -> Tensor:
     """Multiply tokens by decoded rows, a tile at a time."""
-    if load_library() is None and x.is_cpu:
+    if load_kernels() is None and x.is_cpu:
         warn_missing()
     rows, columns = weight.shape
     step = max(1, TILE // max(columns, 1))
@@ -311,7 +311,7 @@ def _multiply_tiles(x: Tensor, weight: Bitmask, bias: Tensor | None) -> Tensor:
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         part = None if bias is None else bias[start:stop].to(dtype)
-        dense = decode(weight, start, stop, dtype=stored, out=tile[: stop - start]).to(dtype)
+        dense = decode_rows(weight, start, stop, dtype=stored, out=tile[: stop - start]).to(dtype)
         out[:, start:stop] = torch.nn.functional.linear(tokens, dense, part)
     return out.view(*x.shape[:-1], rows)
 

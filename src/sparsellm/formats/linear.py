@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting
 from sparsellm.formats import csr_triton
-from sparsellm.formats.bitmask import PADDING, Bitmask, integer_dtype
-from sparsellm.formats.encoding import decode, encode
-from sparsellm.formats.kernels import PASS, dense_matmul, multiply
-from sparsellm.formats.kernels import decode as decode_rows
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype
+from sparsellm.formats.encoding import decode_parts, encode
+from sparsellm.formats.kernels import PASS, decode_rows, dense_matmul, multiply
 from sparsellm.formats.parts import PARTS
 from sparsellm.formats.running_form import check_numbers
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
@@ -75,7 +74,7 @@ class PackedLinear(nn.Module):
         kind = self._dtype if format is None else integer_dtype(format)
         width = -(-in_features // MASK_WORD) * MASK_WORD // 8
         self.register_buffer("mask", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
-        self.register_buffer("values", torch.zeros(kept + PADDING, dtype=kind, device=device))
+        self.register_buffer("values", torch.zeros(kept + VALUES_PADDING, dtype=kind, device=device))
         self.register_buffer("row_starts", torch.zeros(out_features + 1, dtype=torch.int64, device=device))
         scales = None
         if format is not None:
@@ -195,7 +194,7 @@ class PackedLinear(nn.Module):
         made = _compressed.get(self)
         if made is None or made[0] != key:
             made = _compressed[self] = key, csr_triton.CompressedRows.from_bitmask(self.bitmask)
-        outputs = csr_triton.matmul(x.reshape(-1, self.in_features), made[1]).view(*x.shape[:-1], self.out_features)
+        outputs = csr_triton.csr_matmul(x.reshape(-1, self.in_features), made[1]).view(*x.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias
 
     def extra_repr(self) -> str:
@@ -266,7 +265,7 @@ class PackedLinear(nn.Module):
         shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
         dense = parts["weight"]
         if dense.shape != shape:
-            dense = decode(parts, shape, self.dtype).to_dense()
+            dense = decode_parts(parts, shape, self.dtype).to_dense()
         dense = (dense.T if self.transposed else dense).to(self._place(dense), self.dtype)
         self.assign(Bitmask.from_dense(dense))
 
@@ -276,7 +275,10 @@ class PackedLinear(nn.Module):
             raise InvalidSetting(
                 f"The layer has integers of {format.bits} bits, and the state has none. Load the state of such a layer."
             )
-        weight, place = decode(parts, (self.out_features, self.in_features), self.dtype, format), self._place(parts["weight"])
+        weight, place = (
+            decode_parts(parts, (self.out_features, self.in_features), self.dtype, format),
+            self._place(parts["weight"]),
+        )
         self.assign(replace(weight, **{name: getattr(weight, name).to(place) for name in self.running}))
 
     def _place(self, part: Tensor) -> torch.device:

@@ -9,10 +9,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from sparsellm.formats.kernel_library import load_library
+from sparsellm.formats.kernel_library import load_kernels
 from sparsellm.runtime.memory import available
 
-PIECE = 2**24
+READ_BYTES = 2**24
 """Bytes that are read for one measurement of the bandwidth: less than a millisecond, in which few programs are interrupted."""
 
 PAGE = 4096
@@ -21,7 +21,7 @@ PAGE = 4096
 
 def read_seconds(tensors: Iterable[Tensor]) -> float:
     """Seconds that all threads together take to read contiguous tensors once, as fast as memory delivers them."""
-    library, threads = load_library(), torch.get_num_threads()
+    library, threads = load_kernels(), torch.get_num_threads()
     started = time.perf_counter()
     for tensor in tensors:
         if library is None:
@@ -33,6 +33,6 @@ def read_seconds(tensors: Iterable[Tensor]) -> float:
 
 def stream_bandwidth() -> float:
     """Measure how fast all threads together read memory, in bytes per second, in about a tenth of a second."""
-    size = max(PIECE, min(2**28, available(torch.device("cpu")) // 4) // PIECE * PIECE)  # larger than caches
-    pieces = torch.ones(size // 4).split(PIECE // 4)
-    return PIECE / median(read_seconds([piece]) for piece in pieces * 4)
+    size = max(READ_BYTES, min(2**28, available(torch.device("cpu")) // 4) // READ_BYTES * READ_BYTES)  # larger than caches
+    pieces = torch.ones(size // 4).split(READ_BYTES // 4)
+    return READ_BYTES / median(read_seconds([piece]) for piece in pieces * 4)

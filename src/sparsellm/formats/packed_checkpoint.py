@@ -16,7 +16,7 @@ from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.formats.packed_tensors import decode_matrix
 
-DENSE = 0.9
+DENSE_FROM = 0.9
 """Fraction of kept weights above which a layer is decoded when it is loaded: it runs faster dense."""
 
 
@@ -40,7 +40,7 @@ class PackedTensor:
         if self.entry.bits is not None:
             return True
         rows, columns = self.entry.matrix
-        return self.size <= DENSE * (3 if self.entry.dtype == "float32" else 1) * rows * columns
+        return self.size <= DENSE_FROM * (3 if self.entry.dtype == "float32" else 1) * rows * columns
 
     def layer(self, *, dtype: torch.dtype, transposed: bool = False) -> PackedLinear:
         """Build a layer on the meta device, without a bias, that has room for the tensor."""

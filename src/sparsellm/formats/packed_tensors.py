@@ -13,7 +13,7 @@ from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.packed_files import PackedEntry, register_decoder
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.encoding import decode, encode
+from sparsellm.formats.encoding import decode_parts, encode
 from sparsellm.formats.parts import PARTS
 from sparsellm.solvers.integers import mask_bits
 from sparsellm.solvers.quantization import Scales
@@ -66,12 +66,12 @@ def decode_matrix(parts: Mapping[str, Tensor], entry: PackedEntry) -> Bitmask:
     Raises:
         BadCheckpoint: A part is damaged.
     """
-    return decode(parts, entry.matrix, getattr(torch, entry.dtype), entry.integers)
+    return decode_parts(parts, entry.matrix, getattr(torch, entry.dtype), entry.integers)
 
 
 def dense_tensor(matrix: Bitmask, entry: PackedEntry) -> Tensor:
     """Return the tensor that a matrix was encoded of, in its dtype; of a quantized one, as it is once it is rounded."""
-    return entry.tensor_of(kernels.decode(matrix, dtype=getattr(torch, entry.dtype)))
+    return entry.tensor_of(kernels.decode_rows(matrix, dtype=getattr(torch, entry.dtype)))
 
 
 def pack_quantized(

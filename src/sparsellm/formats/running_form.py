@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.formats.bitmask import PADDING, Bitmask, integer_dtype, starts_of_rows
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype, starts_of_rows
 from sparsellm.formats.parts import DTYPES
 from sparsellm.solvers.integers import MASK_WORD
 
@@ -26,7 +26,7 @@ def check_layout(weight: Bitmask) -> None:
     needed: list[tuple[str, Tensor, Dtypes, tuple[int, ...]]] = [
         ("mask", weight.mask, (torch.uint8,), (rows, -(-columns // MASK_WORD) * MASK_WORD // 8)),
         ("row_starts", weight.row_starts, (torch.int64,), (rows + 1,)),
-        ("values", weight.values, kinds, (max(weight.values.numel(), PADDING),)),
+        ("values", weight.values, kinds, (max(weight.values.numel(), VALUES_PADDING),)),
     ]
     if weight.format is not None and weight.scales is not None:
         needed.append(("scales", weight.scales, (torch.bfloat16,), (rows, weight.format.checked().groups(columns))))
@@ -86,8 +86,8 @@ def check_numbers(weight: Bitmask) -> None:
 
 def _check_length(values: Tensor, kept: int, source: str) -> None:
     """Raise InvalidSetting unless values are as many as another part says, and their padding."""
-    if len(values) != kept + PADDING:
+    if len(values) != kept + VALUES_PADDING:
         raise InvalidSetting(
-            f"`values` of a packed matrix has {len(values):,} elements, where its {source} calls for {kept + PADDING:,}: "
-            "it is damaged. Load the weight again."
+            f"`values` of a packed matrix has {len(values):,} elements, where its {source} calls for "
+            f"{kept + VALUES_PADDING:,}: it is damaged. Load the weight again."
         )

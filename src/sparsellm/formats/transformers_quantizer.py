@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.packed_files import METHOD, VERSION, is_packed, metadata_of, parts_of
+from sparsellm.checkpoints.packed_files import PACKED_METHOD, PACKED_VERSION, is_packed, metadata_of, parts_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.formats import kernels
 from sparsellm.formats.experts import NUMBERS, PackedExperts, number_layers
@@ -33,10 +33,10 @@ from sparsellm.formats.parts import DTYPES
 from sparsellm.formats.parts_splitter import PartsSplitter
 from sparsellm.formats.weight_converter import plan_conversion
 
-logger = logging.get_logger(f"transformers.quantizers.{METHOD}")
+logger = logging.get_logger(f"transformers.quantizers.{PACKED_METHOD}")
 
 
-@register_quantization_config(METHOD)
+@register_quantization_config(PACKED_METHOD)
 class SparseLLMConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of a packed checkpoint.
 
@@ -45,12 +45,12 @@ class SparseLLMConfig(QuantizationConfigMixin):  # type: ignore[misc]
         **fields: Its other fields.
     """
 
-    def __init__(self, version: int = VERSION, **fields: Any) -> None:
-        self.__dict__.update(fields, quant_method=METHOD, version=version)
+    def __init__(self, version: int = PACKED_VERSION, **fields: Any) -> None:
+        self.__dict__.update(fields, quant_method=PACKED_METHOD, version=version)
         is_packed("The checkpoint", {"quantization_config": vars(self)})  # checks the version
 
 
-@register_quantizer(METHOD)
+@register_quantizer(PACKED_METHOD)
 class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
     """Builds a model with packed layers, and writes its packed form.
 
@@ -116,7 +116,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
                     module.check()
                 except InvalidSetting as error:
                     raise BadCheckpoint(f"{path}: {error}") from None
-            if type(module) is nn.Linear and kernels.available():
+            if type(module) is nn.Linear and kernels.instruction_set():
                 module.__class__ = DenseLinear
         self._conversions, model._weight_conversions = model._weight_conversions, []
         return model

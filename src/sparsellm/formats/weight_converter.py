@@ -35,7 +35,7 @@ PATTERN = "sparsellm"
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """What is loaded from packed tensors: a packed layer or a dense tensor of the model.
 
     Attributes:
@@ -72,7 +72,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
     def __init__(
         self,
         packed: Mapping[str, PackedTensor],
-        targets: Mapping[str, Target],
+        targets: Mapping[str, LoadTarget],
         *,
         names: Mapping[str, str],
         scales: dict[str, Tensor],
@@ -116,7 +116,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         converted: dict[str, Any] = converter.convert(layer_name, model=model, config=config, **keywords)
         return converted
 
-    def _running_form(self, target: Target, stored: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    def _running_form(self, target: LoadTarget, stored: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Return the buffers of a packed layer, by name."""
         assert target.layer is not None
         weight = self.packed[target.sources[0][0]].decode(stored)
@@ -176,13 +176,13 @@ def plan_conversion(
     for key in sorted({*packed, *dense}, key=dot_natural_key):
         name, pattern = _name_of(key, model, state, transforms=(renamings, converters))
         sources.setdefault(name, []).append((key, pattern))
-    targets: dict[str, Target] = {}
+    targets: dict[str, LoadTarget] = {}
     names = {}
     for name, pieces in sources.items():
         if name not in state or not any(key in packed for key, _ in pieces):
             continue
         pattern = pieces[0][1]
-        target = Target(name, tuple(pieces), state[name].dtype, converter=by_pattern[pattern] if pattern else None)
+        target = LoadTarget(name, tuple(pieces), state[name].dtype, converter=by_pattern[pattern] if pattern else None)
         if len(pieces) == 1 and pattern is None:
             _check_shape(name, packed[pieces[0][0]], tuple(state[name].shape))
             target = _replace_linear(model, target, packed[pieces[0][0]])
@@ -235,8 +235,8 @@ def _check_shape(name: str, packed: PackedTensor, shape: tuple[int, ...]) -> Non
 
 
 def _replace_experts(
-    model: PreTrainedModel, targets: Mapping[str, Target], packed: Mapping[str, PackedTensor]
-) -> dict[str, Target]:
+    model: PreTrainedModel, targets: Mapping[str, LoadTarget], packed: Mapping[str, PackedTensor]
+) -> dict[str, LoadTarget]:
     """Replace the parameters of experts by packed layers, where each stored tensor is a layer of one of them."""
     result = dict(targets)
     for path, module in [(path, module) for path, module in model.named_modules() if can_be_packed(module)]:
@@ -250,12 +250,12 @@ def _replace_experts(
             del result[target.name]
         for name, key in keys.items():
             buffer = f"{path}.{name}.{RUNNING[0]}"
-            result[buffer] = Target(buffer, ((key, None),), fused[0].dtype, layers[name])
+            result[buffer] = LoadTarget(buffer, ((key, None),), fused[0].dtype, layers[name])
     return result
 
 
 def _layers_of(
-    model: PreTrainedModel, module: nn.Module, target: Target, *, packed: Mapping[str, PackedTensor]
+    model: PreTrainedModel, module: nn.Module, target: LoadTarget, *, packed: Mapping[str, PackedTensor]
 ) -> dict[str, str]:
     """Return the stored name of every layer that a parameter of experts is made of, by path; empty if one is not packed."""
     parameter = target.name.rpartition(".")[2]
@@ -278,7 +278,7 @@ def _layers_of(
     return {path: keys[number] for path, number in zip(paths, numbers.flatten().tolist(), strict=True)}
 
 
-def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor) -> Target:
+def _replace_linear(model: PreTrainedModel, target: LoadTarget, packed: PackedTensor) -> LoadTarget:
     """Replace the module of a weight by a packed layer, if it is a linear layer whose weight no other module has."""
     path, _, name = target.name.rpartition(".")
     module = model.get_submodule(path)
@@ -291,4 +291,4 @@ def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor
     layer = packed.layer(dtype=target.dtype, transposed=transposed)
     layer.bias = module.bias
     model.set_submodule(path, layer)
-    return Target(f"{path}.{RUNNING[0]}", target.sources, target.dtype, layer)
+    return LoadTarget(f"{path}.{RUNNING[0]}", target.sources, target.dtype, layer)

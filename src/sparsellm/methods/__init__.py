@@ -21,7 +21,9 @@ from sparsellm.runtime import collectives
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.statistics import TokenCount
 
-UNKNOWN = "its layers were pruned one by one, since its model family is not known (docs/families.md says how to describe one)"
+UNKNOWN_FAMILY = (
+    "its layers were pruned one by one, since its model family is not known (docs/families.md says how to describe one)"
+)
 """Note of SparseLLM for a block of a family that is not in the table."""
 
 Plan = dict[str, Pattern]

@@ -13,7 +13,7 @@ from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods import (
-    UNKNOWN,
+    UNKNOWN_FAMILY,
     EpochResult,
     LayerResult,
     Plan,
@@ -94,7 +94,7 @@ class PublishedSparseLLM:
         if not self._in_scope(block):
             return ""
         if not block.architecture.known:
-            return UNKNOWN
+            return UNKNOWN_FAMILY
         excluded = unplanned_layers(block, plan)
         return f"pruned layer-wise, since the plan excludes {', '.join(excluded)}" if excluded else ""
 

@@ -13,7 +13,7 @@ from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
-from sparsellm.methods.feedforward_problem import SAMPLED, FeedForwardProblem, Weights, moved, weights_of
+from sparsellm.methods.feedforward_problem import SAMPLED, FeedForwardProblem, PartWeights, moved, weights_of
 from sparsellm.methods.gauss_newton import gauss_newton_changes
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
 from sparsellm.methods.rounding import IntegerValues
@@ -186,9 +186,9 @@ class BlockSolver:
 
     def _newton_round(
         self, training: FeedForwardProblem, held_out: FeedForwardProblem, names: tuple[str, ...], error: float
-    ) -> tuple[Weights, float]:
+    ) -> tuple[PartWeights, float]:
         """Weights after the last change before the held-out error of a part of it rises, with a refit, and their error."""
-        weights, chosen, new_error = self._weights(names), Weights(), error
+        weights, chosen, new_error = self._weights(names), PartWeights(), error
         for change in gauss_newton_changes(training, weights, self._keep, NEWTON_STEPS):
             new_error = held_out.error(moved(weights, change, TRIAL_LENGTH))
             if not new_error < error:
@@ -287,10 +287,10 @@ class BlockSolver:
         )
         return weight, regression.bias(weight)
 
-    def _weights(self, names: tuple[str, ...]) -> Weights:
+    def _weights(self, names: tuple[str, ...]) -> PartWeights:
         return weights_of(self._block, names)
 
-    def _write(self, weights: Weights) -> None:
+    def _write(self, weights: PartWeights) -> None:
         """Write weights, and biases where there are any, to the block."""
         for name, (weight, bias) in weights.items():
             self._block.write(name, weight)

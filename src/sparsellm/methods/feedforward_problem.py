@@ -23,7 +23,7 @@ from sparsellm.solvers.linalg import add_curvature_diagonal
 from sparsellm.solvers.regression import Regression, TargetRegression
 from sparsellm.solvers.statistics import Gram
 
-Weights = dict[str, tuple[Tensor, Tensor | None]]
+PartWeights = dict[str, tuple[Tensor, Tensor | None]]
 """By layer: the weight, (out, in), and the bias, (out,), or None if the layer has none; float32."""
 
 HELD = 0.0625
@@ -37,9 +37,9 @@ METRIC_LIFT = 1e-3
 """Added to the diagonal of F, relative to its mean: F is estimated from a sample, which cannot tell small costs from zero."""
 
 
-def weights_of(block: Block, names: tuple[str, ...]) -> Weights:
+def weights_of(block: Block, names: tuple[str, ...]) -> PartWeights:
     """The current weights and biases of a block's layers, as float32 copies."""
-    weights: Weights = {}
+    weights: PartWeights = {}
     for name in names:
         layer = block.layer(name)
         bias = None if layer.bias is None else layer.bias.detach().to(torch.float32, copy=True)
@@ -47,7 +47,7 @@ def weights_of(block: Block, names: tuple[str, ...]) -> Weights:
     return weights
 
 
-def moved(weights: Weights, change: Weights, length: float = 1.0) -> Weights:
+def moved(weights: PartWeights, change: PartWeights, length: float = 1.0) -> PartWeights:
     """Weights and biases plus `length` times a change of some of them."""
     result = dict(weights)
     for name, (step, bias_step) in change.items():
@@ -112,11 +112,11 @@ class FeedForwardProblem:
         subset._first, subset._step = self._first + self._step * rows.start, self._step * (rows.step or 1)
         return subset
 
-    def hidden(self, weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
+    def hidden(self, weights: PartWeights, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the input projections, each (tokens, hidden)."""
         return tuple(linear(x, *weights[name]) for name in self.feed_forward.in_proj)
 
-    def error(self, weights: Weights) -> float:
+    def error(self, weights: PartWeights) -> float:
         """E‖t - FFN(x)‖² in the metric, mean over tokens."""
         sums = torch.zeros(2, dtype=devices.widest_float(self._device), device=self._device)  # squared error, tokens
         for x, t in self.batches():
@@ -134,7 +134,7 @@ class FeedForwardProblem:
         collectives.all_reduce_(sums)
         return float(sums[0] / sums[1].clamp(min=1))
 
-    def regression(self, weights: Weights) -> Regression:
+    def regression(self, weights: PartWeights) -> Regression:
         """The regression of the output projection: from the activations with these input projections toward t."""
         (out, features), bias = weights[self.feed_forward.out_proj][0].shape, weights[self.feed_forward.out_proj][1]
         gram = Gram(features, self._device)
@@ -149,7 +149,7 @@ class FeedForwardProblem:
             gram.finalize()
         return regression
 
-    def curvatures(self, dense: Weights) -> dict[str, Tensor]:
+    def curvatures(self, dense: PartWeights) -> dict[str, Tensor]:
         r"""S of each input projection on a sample, (hidden, hidden): $(V^\top F V) \circ E[\varphi'_k \varphi'^{\top}_k]$."""
         in_proj, out_proj = self.feed_forward.in_proj, self.weighted_out_proj(dense)
         grams = {name: Gram(out_proj.shape[1], out_proj.device) for name in in_proj}
@@ -161,7 +161,7 @@ class FeedForwardProblem:
         squares = matmul(out_proj.T, out_proj)
         return {name: grams.pop(name).matrix.mul_(squares) for name in in_proj}  # one Gram matrix's sums less each time
 
-    def weighted_out_proj(self, weights: Weights) -> Tensor:
+    def weighted_out_proj(self, weights: PartWeights) -> Tensor:
         """The output projection in the metric: Lᵀ V, (model, hidden)."""
         return matmul(self._root.T, weights[self.feed_forward.out_proj][0])
 

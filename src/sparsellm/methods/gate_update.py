@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.models.feedforward import SILU, ActivationFunction
-from sparsellm.runtime.devices import CHUNK
+from sparsellm.runtime.devices import CACHED_ENTRIES
 
 EASY_STEPS, HARD_STEPS = 4, 20
 """Newton steps of the two stages. Four converge to float32 precision where f is convex; the damped steps of the second stage
@@ -78,8 +78,8 @@ def solve_gate(
         present: A gate signal that the result must not be worse than, of the same shape; None for no such bound.
         curve: φ.
     """
-    chunks = [signal.reshape(-1).split(CHUNK) for signal in (reached, up, activated)]
-    starts = present.reshape(-1).split(CHUNK) if present is not None else chunks[0]
+    chunks = [signal.reshape(-1).split(CACHED_ENTRIES) for signal in (reached, up, activated)]
+    starts = present.reshape(-1).split(CACHED_ENTRIES) if present is not None else chunks[0]
     solutions = [_solve(_Gate(m, z, p, ratio, curve), start) for m, z, p, start in zip(*chunks, starts, strict=True)]
     return torch.cat(solutions).view_as(reached)
 

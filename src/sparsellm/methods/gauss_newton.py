@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sparsellm.methods.feedforward_problem import FeedForwardProblem, Weights
+from sparsellm.methods.feedforward_problem import FeedForwardProblem, PartWeights
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import linear, matmul
 from sparsellm.solvers.linalg import dot_float64
@@ -31,8 +31,8 @@ PRODUCT_ROWS = 2048
 
 
 def gauss_newton_changes(
-    problem: FeedForwardProblem, weights: Weights, keep: Mapping[str, Tensor], steps: int
-) -> Iterator[Weights]:
+    problem: FeedForwardProblem, weights: PartWeights, keep: Mapping[str, Tensor], steps: int
+) -> Iterator[PartWeights]:
     """The changes of a Gauss-Newton step, by conjugate gradients with a diagonal preconditioner, on a sample of the tokens.
 
     Args:
@@ -73,7 +73,7 @@ def gauss_newton_changes(
         del preconditioned
 
 
-def _gradient(problem: FeedForwardProblem, weights: Weights, stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient(problem: FeedForwardProblem, weights: PartWeights, stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Jᵀ of the residual, mean over tokens, of the stack's shape, and the factors of an approximate diagonal of Jᵀ J.
 
     The diagonal is ‖v‖² E[φ'²] E[x²], as if slopes and inputs were independent: a factor for each row, (rows, 1), and one for
@@ -105,7 +105,9 @@ def _slopes(problem: FeedForwardProblem, inputs: Tensor, stack: Tensor) -> Tenso
     return torch.cat([slopes.to(SLOPES) for slopes in feed_forward.slopes(*hidden)], 1)
 
 
-def _curvature_product(problem: FeedForwardProblem, weights: Weights, slopes: Sequence[Tensor], direction: Tensor) -> Tensor:
+def _curvature_product(
+    problem: FeedForwardProblem, weights: PartWeights, slopes: Sequence[Tensor], direction: Tensor
+) -> Tensor:
     """Jᵀ J times a direction of the stack's shape, mean over tokens. `slopes`: see `_slopes`, for each batch."""
     out_proj, projections = problem.weighted_out_proj(weights), len(problem.feed_forward.in_proj)
     wide = devices.widest_float(direction.device)
@@ -134,9 +136,9 @@ def _add_products(sums: Tensor, signals: Tensor, inputs: Tensor) -> None:
         part.add_(matmul(columns.T, inputs))
 
 
-def _by_layer(stack: Tensor, weights: Weights, in_proj: Sequence[str]) -> Weights:
+def _by_layer(stack: Tensor, weights: PartWeights, in_proj: Sequence[str]) -> PartWeights:
     """The weights and biases of a stack by input projection."""
-    changes: Weights = {}
+    changes: PartWeights = {}
     for name, chunk in zip(in_proj, stack.chunk(len(in_proj)), strict=True):
         affine = weights[name][1] is not None
         changes[name] = (chunk[:, :-1].contiguous(), chunk[:, -1].contiguous()) if affine else (chunk, None)

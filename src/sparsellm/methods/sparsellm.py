@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
 from sparsellm.activations.sensitivity import layer_sensitivities
 from sparsellm.activations.walk import Activations
-from sparsellm.methods import UNKNOWN, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
+from sparsellm.methods import UNKNOWN_FAMILY, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
 from sparsellm.methods.block_solver import BlockSolver, Settings
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import Block
@@ -56,7 +56,7 @@ class SparseLLM(Settings):
         if not planned_layers(block, plan) or block.is_head:
             return ""
         if not block.architecture.known:
-            return UNKNOWN
+            return UNKNOWN_FAMILY
         if self.scope == "none":
             return ""
         if not block.architecture.feed_forward_parts:

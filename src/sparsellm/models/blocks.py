@@ -28,7 +28,7 @@ TOWERS = ("", "model.language_model.", "language_model.", "model.text_model.", "
 ARCHITECTURE_ATTRIBUTE = "sparsellm_architecture"
 """Attribute of a model that holds the architecture that its user describes."""
 
-HEAD = Architecture(blocks="", groups=(("",),), feed_forward=None, activation="")
+HEAD_ARCHITECTURE = Architecture(blocks="", groups=(("",),), feed_forward=None, activation="")
 """The architecture of an output head as a block: its only layer is the module itself, whose name within the block is empty."""
 
 
@@ -67,7 +67,7 @@ class Block:
     @property
     def is_head(self) -> bool:
         """Whether this is the model's output head, which `blocks_and_head` puts after the decoder blocks."""
-        return self.architecture is HEAD
+        return self.architecture is HEAD_ARCHITECTURE
 
     @property
     def layers(self) -> dict[str, Layer]:

@@ -28,7 +28,7 @@ TABLES = ("A_log",)
 """Names of two-dimensional parameters that multiply elementwise, such as the decay rates of a state-space model. They are not
 counted as matrices."""
 
-SHOWN = 3
+SHOWN_PARAMETERS = 3
 """Maximum number of uncovered parameters in a message."""
 
 
@@ -64,8 +64,8 @@ class Coverage:
         sizes: Counter[str] = Counter()
         for name, size in self.unpruned.items():
             sizes[".".join("*" if part.isdigit() else part for part in name.split("."))] += size
-        largest = [f"{name} ({size:,} weights)" for name, size in sizes.most_common(SHOWN)]
-        return ", ".join(largest) + (f" and {len(sizes) - SHOWN} more" if len(sizes) > SHOWN else "")
+        largest = [f"{name} ({size:,} weights)" for name, size in sizes.most_common(SHOWN_PARAMETERS)]
+        return ", ".join(largest) + (f" and {len(sizes) - SHOWN_PARAMETERS} more" if len(sizes) > SHOWN_PARAMETERS else "")
 
     def describe(self) -> str:
         """Message about the matrix weights that a run leaves dense; empty where it prunes all of them."""

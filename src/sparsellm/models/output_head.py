@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.errors import UnsupportedModel
-from sparsellm.models.blocks import HEAD, Block, Call, blocks_of
+from sparsellm.models.blocks import HEAD_ARCHITECTURE, Block, Call, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, replace_forward
 from sparsellm.models.loaded_model import PartialOutput, run_with_replaced_blocks
 from sparsellm.runtime.products import fast_linear_layers
@@ -26,7 +26,7 @@ def output_head(model: PreTrainedModel, index: int) -> Block | None:
     if not isinstance(head, nn.Linear):
         return None
     name = next(path for path, module in model.named_modules() if module is head)
-    return Block(index, name, head, HEAD, {name: tensor.dtype for name, tensor in head.named_parameters()})
+    return Block(index, name, head, HEAD_ARCHITECTURE, {name: tensor.dtype for name, tensor in head.named_parameters()})
 
 
 def blocks_and_head(model: PreTrainedModel, layers: Collection[str]) -> list[Block]:

@@ -29,10 +29,10 @@ in float32 at 50 % zeros, 2.4 times at 70 % and 4 to 5 times at 90 %, with AVX2 
 3,072 x 768, 2,048 tokens).
 """
 
-TOKENS, WIDTH = 256, 512
+SPARSE_TOKENS, SPARSE_WIDTH = 256, 512
 """Size of the product that is measured, which takes a dense one 1 to 3 milliseconds."""
 
-NAME = "float32 products that skip zeros"
+SKIPPING_ZEROS = "float32 products that skip zeros"
 """Name of the comparison with dense products, in float32 or in bfloat16."""
 
 MatMul = Callable[[Tensor, Tensor | None], Tensor]
@@ -94,7 +94,7 @@ def _may_support(weight: Tensor) -> bool:
     return is_float and MIN_WEIGHTS <= weight.numel() < 2**31 and load_library() is not None
 
 
-def supports(weight: Tensor, products: torch.dtype | None = None) -> bool:
+def skips_zeros(weight: Tensor, products: torch.dtype | None = None) -> bool:
     """Whether the kernel is compiled and faster than a dense product for a weight, (out, in), which is read for this.
 
     Args:
@@ -114,15 +114,18 @@ def max_density(products: torch.dtype | None = None) -> float:
 
     def make() -> tuple[Computation, Computation]:
         generator = torch.Generator().manual_seed(0)
-        inputs, weight = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
-        weight *= torch.rand(WIDTH, WIDTH, generator=generator) < MEASURED_DENSITY
+        inputs, weight = (
+            torch.randn(SPARSE_TOKENS, SPARSE_WIDTH, generator=generator),
+            torch.randn(SPARSE_WIDTH, SPARSE_WIDTH, generator=generator),
+        )
+        weight *= torch.rand(SPARSE_WIDTH, SPARSE_WIDTH, generator=generator) < MEASURED_DENSITY
         kernel = SparseMatmul(weight)
         if products is None:
             return lambda: linear(inputs, weight), lambda: kernel(inputs)
         rounded, inputs = weight.to(products), inputs.to(products)
         return lambda: linear(inputs, rounded), lambda: kernel(inputs.float()).to(products)
 
-    name = NAME if products is None else f"{NAME}, beside {products}"
+    name = SKIPPING_ZEROS if products is None else f"{SKIPPING_ZEROS}, beside {products}"
     with torch.autocast("cpu", enabled=False):
         return min(MAX_DENSITY, MEASURED_DENSITY * speedup(name, make) / MARGIN)
 
@@ -134,7 +137,7 @@ def matmul_of(weight: Tensor, products: torch.dtype | None = None) -> MatMul:
         weight: (out, in) float32.
         products: Dtype of the inputs and of the results, if it is not float32; the kernel does not round the weight to it.
     """
-    if not supports(weight, products):
+    if not skips_zeros(weight, products):
         rounded = weight.to(products or weight.dtype)
         return lambda inputs, bias: linear(inputs, rounded, None if bias is None else bias.to(rounded.dtype))
     kernel = SparseMatmul(weight)
@@ -168,7 +171,7 @@ class PrunedLayers:
 
         def forward(inputs: Tensor) -> Tensor:
             if module not in self._kernels:
-                is_faster = supports(module.weight, self._products)
+                is_faster = skips_zeros(module.weight, self._products)
                 self._kernels[module] = SparseMatmul(module.weight) if is_faster else None
             kernel = self._kernels[module]
             if kernel is None or inputs.dtype not in (torch.float32, self._products) or torch.is_grad_enabled():

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import plus_minus
 
-HUB = "https://huggingface.co"
+HUB_ADDRESS = "https://huggingface.co"
 """Base address of a card's links to models on the hub."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -38,7 +38,7 @@ def metadata(origin: Origin) -> str:
 def link(origin: Origin) -> str:
     """The name of the dense model, linked if it is on the hub."""
     on_hub = origin.hub and HUB_NAME.fullmatch(origin.name)
-    return f"[{origin.name}]({HUB}/{origin.name})" if on_hub else plain(origin.name)
+    return f"[{origin.name}]({HUB_ADDRESS}/{origin.name})" if on_hub else plain(origin.name)
 
 
 @cache

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from sparsellm.checkpoints.comparison import layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, write_config
-from sparsellm.checkpoints.exported_files import BITS, FORMAT, METHOD, decoded, pack_integers, unpack_integers
+from sparsellm.checkpoints.exported_files import (
+    EXPORT_FORMAT,
+    EXPORT_METHOD,
+    STORED_BITS,
+    decoded,
+    pack_integers,
+    unpack_integers,
+)
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import FileWriter
@@ -23,7 +30,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, Ve
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.conversion import Observe, converted, finish
 from sparsellm.pipeline.export import claimed
-from sparsellm.pipeline.exported import MAX_GROUP, export_format
+from sparsellm.pipeline.exported import MAX_EXPORTED_GROUP, export_format
 from sparsellm.pipeline.output_folder import CARD, SCALES_FILE
 from sparsellm.pipeline.packed_documents import Source, copy_files, read_checked
 from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
@@ -149,7 +156,7 @@ def export(
 
 def _check_values(source: Source, scales: Mapping[str, Scales], values: str | None) -> None:
     """Raise InvalidSetting if `values` is missing, unknown, or given for a model that is rounded already."""
-    if values is not None and BITS_OF.get(values) not in BITS:
+    if values is not None and BITS_OF.get(values) not in STORED_BITS:
         raise InvalidSetting(f"`values` must be int4 or int8 in an export, got {values!r}.")
     if values is not None:
         check_unrounded(source.name, scales)
@@ -190,12 +197,12 @@ def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], 
     keys = {name: (name.removesuffix(".weight").rpartition(".")[0], shape[1]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         found = scales[name].format if name in scales else export_format(BITS_OF[str(values)])
-        group = 0 if found.groups(shape[1]) == 1 else math.gcd(found.group_size, shape[1], MAX_GROUP)
-        fused.setdefault(keys[name], []).append(IntegerFormat(max(found.bits, *BITS[:1]), group))
+        group = 0 if found.groups(shape[1]) == 1 else math.gcd(found.group_size, shape[1], MAX_EXPORTED_GROUP)
+        fused.setdefault(keys[name], []).append(IntegerFormat(max(found.bits, *STORED_BITS[:1]), group))
     common = {}
     for (parent, columns), together in fused.items():
         sizes = {scheme.group_size for scheme in together}
-        group = 0 if sizes == {0} else math.gcd(*sizes, columns, MAX_GROUP)
+        group = 0 if sizes == {0} else math.gcd(*sizes, columns, MAX_EXPORTED_GROUP)
         common[parent, columns] = IntegerFormat(max(scheme.bits for scheme in together), group)
     return {name: common[keys[name]] for name in shapes}
 
@@ -247,8 +254,8 @@ def _quantization_config(schemes: Mapping[str, IntegerFormat], ignored: Iterable
         for number, (scheme, paths) in enumerate(targets.items())
     }
     return {
-        "quant_method": METHOD,
-        "format": FORMAT,
+        "quant_method": EXPORT_METHOD,
+        "format": EXPORT_FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignored),

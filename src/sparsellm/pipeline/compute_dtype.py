@@ -11,17 +11,17 @@ from sparsellm.pipeline.preparation import Prepared
 from sparsellm.runtime import devices
 from sparsellm.runtime.alternatives import Computation, speedup
 
-SPEEDUP = 1.5
+LEAST_GAIN = 1.5
 """Least gain in a layer's product for which `auto` takes bfloat16: all else in a block, a third of its time, gains nothing."""
 
 NARROW = 512
 """Least width of a model that is pruned for which `auto` takes bfloat16. With `effort="fast"`, models 192 wide gain 3 % of the
 time. Trainings of models of that width take half of the time."""
 
-TOKENS, WIDTH = 256, 1024
+LAYER_TOKENS, LAYER_WIDTH = 256, 1024
 """Tokens and inputs of the layer that is timed; the gain is the same from 512 inputs on (2.1 with AVX-512 BF16)."""
 
-NAME = "products in bfloat16"
+BFLOAT16_PASSES = "products in bfloat16"
 """Name of the comparison with products in float32."""
 
 
@@ -41,7 +41,7 @@ def choose_products(ready: Prepared) -> torch.dtype | None:
     if recipe.compute_dtype == "bfloat16":
         return torch.bfloat16
     wide = is_recovery or int(ready.skeleton.config.get_text_config().hidden_size) >= NARROW
-    return torch.bfloat16 if is_bf16 and wide and bf16_speedup(ready.device) >= SPEEDUP else None
+    return torch.bfloat16 if is_bf16 and wide and bf16_speedup(ready.device) >= LEAST_GAIN else None
 
 
 def bf16_speedup(device: torch.device) -> float:
@@ -52,8 +52,8 @@ def bf16_speedup(device: torch.device) -> float:
 
     def make() -> tuple[Computation, Computation]:
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(TOKENS, WIDTH, generator=generator).to(device)
-        weight = torch.randn(WIDTH, WIDTH, generator=generator).to(device)
+        inputs = torch.randn(LAYER_TOKENS, LAYER_WIDTH, generator=generator).to(device)
+        weight = torch.randn(LAYER_WIDTH, LAYER_WIDTH, generator=generator).to(device)
 
         def multiply(dtype: torch.dtype | None) -> None:
             with product_dtype_context(device, dtype):
@@ -62,4 +62,4 @@ def bf16_speedup(device: torch.device) -> float:
 
         return lambda: multiply(None), lambda: multiply(torch.bfloat16)
 
-    return speedup(NAME, make, None if device.type == "cpu" else devices.name_of(device))
+    return speedup(BFLOAT16_PASSES, make, None if device.type == "cpu" else devices.name_of(device))

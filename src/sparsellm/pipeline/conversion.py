@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.packed_files import VERSION, FileWriter
+from sparsellm.checkpoints.packed_files import PACKED_VERSION, FileWriter
 from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.errors import BadCheckpoint, VerificationFailed
@@ -21,7 +21,7 @@ from sparsellm.pipeline.packed_documents import Source
 from sparsellm.pipeline.verification import proven
 from sparsellm.texts.json_files import durable, read_json, strict_json
 
-FINISHED = "weights"
+FINISHED_WEIGHTS = "weights"
 """Subfolder of the work folder with finished weight files."""
 
 Observe = Callable[[str], None]
@@ -56,9 +56,9 @@ def converted(
         TooLarge: The output needs more than is free on its disk.
     """
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
-    key = {"version": VERSION, "model": str(source.folder.resolve()), "files": stamps, **settings}
+    key = {"version": PACKED_VERSION, "model": str(source.folder.resolve()), "files": stamps, **settings}
     with locked(path):
-        finished = path / WORK / FINISHED
+        finished = path / WORK / FINISHED_WEIGHTS
         try:
             _keep_finished(finished, key)
             targets = dict(zip(source.files, source.targets(), strict=True))

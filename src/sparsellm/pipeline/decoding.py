@@ -24,7 +24,7 @@ TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", 
 """Forms of a model: transformers with torch's products, with this package's for bfloat16, and packed. The ceiling is no form:
 it is the speed at which the dense weights are read from memory, and nothing else is done."""
 
-ROUNDS = 3
+DECODING_ROUNDS = 3
 """Measurements of each form, which take turns so that a slow minute of the machine meets all of them. The median counts.
 Each continues the sequences of the one before."""
 
@@ -55,7 +55,7 @@ def measure_speeds(
     threads: Sequence[int],
     prompt: int,
     tokens: int,
-    rounds: int = ROUNDS,
+    rounds: int = DECODING_ROUNDS,
     observe: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[Speed], dict[int, float]]:
     """Measure how fast forms of one model decode, in turns, and how fast memory is read.
@@ -128,7 +128,7 @@ def with_own_kernel(model: nn.Module) -> nn.Module | None:
     """Copy a dense model, sharing its tensors, with this package's kernel for bfloat16; None if neither is there."""
     copied = sharing_copy(model)
     layers = [x for x in copied.modules() if isinstance(x, nn.Linear) and x.weight.dtype == torch.bfloat16]
-    if kernels.available() is None or not layers:
+    if kernels.instruction_set() is None or not layers:
         return None
     for layer in layers:
         layer.__class__ = DenseLinear

@@ -9,7 +9,7 @@ from typing import Any
 from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import VerificationFailed, plural
 
-SHOWN = 5
+SHOWN_DIFFERENCES = 5
 """Number of differences that a message names; all are in the error's `differences`."""
 
 
@@ -17,9 +17,10 @@ def raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
     """Raise VerificationFailed if there are differences, with their number and the first of them."""
     if not differences:
         return
-    rest = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    rest = f"; and {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
+    first = "; ".join(differences[:SHOWN_DIFFERENCES])
     raise VerificationFailed(
-        f"{output} is not what the run made, {plural(len(differences), 'difference')}: {'; '.join(differences[:SHOWN])}{rest}.",
+        f"{output} is not what the run made, {plural(len(differences), 'difference')}: {first}{rest}.",
         tuple(differences),
     )
 

@@ -151,7 +151,7 @@ class Plain(Quiet):
 
     def result(self, event: Measured) -> None:
         fraction = is_fraction(event.kind)
-        value = (percent if fraction else plus_minus)(event.value, event.standard_error)
+        value = (percent if fraction else with_standard_error)(event.value, event.standard_error)
         unit = " %" if fraction else ""
         self.print(f"{event.kind} on {event.on}, {event.when}: {value}{unit}")
 
@@ -279,7 +279,7 @@ def time_left(seconds: float) -> str:
     return f"{human_seconds(ceil(seconds))} left" if seconds >= 1 else "<1s left"
 
 
-def plus_minus(value: float, error: float | None) -> str:
+def with_standard_error(value: float, error: float | None) -> str:
     """Format a value with its standard error, to two digits after the point, or one if the error is 1 or more."""
     if error is None or not error > 0:
         return f"{value:,.2f}"

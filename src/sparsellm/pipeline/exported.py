@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.checkpoints.comparison import Tensors, compare
+from sparsellm.checkpoints.comparison import StoredTensors, compare
 from sparsellm.checkpoints.exported_files import ExportedEntry
 from sparsellm.checkpoints.headers import packed_entry
 from sparsellm.checkpoints.tensor_index import locations_of
@@ -16,16 +16,16 @@ from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.solvers.integers import IntegerFormat, integer_name
 from sparsellm.solvers.quantization import round_to_nearest
 
-MAX_GROUP = 128
+MAX_EXPORTED_GROUP = 128
 """Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""
 
 
 def export_format(bits: int) -> IntegerFormat:
-    """The format that a weight without scales is rounded to: int8 by rows, int4 by groups of `MAX_GROUP` columns."""
-    return IntegerFormat(bits, 0 if bits == 8 else MAX_GROUP)
+    """The format that a weight without scales is rounded to: int8 by rows, int4 by groups of `MAX_EXPORTED_GROUP` columns."""
+    return IntegerFormat(bits, 0 if bits == 8 else MAX_EXPORTED_GROUP)
 
 
-def exported_weights(tensors: Tensors) -> dict[str, ExportedEntry]:
+def exported_weights(tensors: StoredTensors) -> dict[str, ExportedEntry]:
     """The weights of an export that are integers, by their names in the model; empty for any other checkpoint."""
     found = {}
     for name, stored in tensors.files.items():
@@ -36,7 +36,7 @@ def exported_weights(tensors: Tensors) -> dict[str, ExportedEntry]:
     return found
 
 
-def is_exported_from(output: Output, folder: Path | None, tensors: Tensors) -> bool:
+def is_exported_from(output: Output, folder: Path | None, tensors: StoredTensors) -> bool:
     """Whether an output is an export, and a folder holds the model that it was made from and not the dense model.
 
     A model without a report was pruned by other software, and so its export lists no layers.
@@ -48,7 +48,7 @@ def is_exported_from(output: Output, folder: Path | None, tensors: Tensors) -> b
     return output.repeats(read_output(folder))
 
 
-def export_differences(tensors: Tensors, model: Tensors, name: str) -> tuple[list[str], int]:
+def export_differences(tensors: StoredTensors, model: StoredTensors, name: str) -> tuple[list[str], int]:
     """Differences of an export from the model that it was made from, and the number of its layers with integers.
 
     Integers and scales of the model are compared as they are; any other weight after it is rounded as `export` does.

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsellm import __version__
-from sparsellm.checkpoints.documents import CONFIG
+from sparsellm.checkpoints.documents import CONFIG_FILE
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.pipeline.events import Note, Observer
@@ -40,7 +40,7 @@ NOT_DECISIVE = ("max_memory", "offload", "evaluate", "evaluate_limit", "prompt",
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 """Packages whose versions may change a result."""
 
-READERS = 8
+DIGEST_THREADS = 8
 """Most files to digest in parallel: one thread cannot saturate a fast disk."""
 
 
@@ -87,8 +87,8 @@ def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
     """
     folder = source.folder
     documents = [folder / name for name in source.documents((*ANEW, LOG)).copied]
-    files = sorted({*source.files(), folder / CONFIG, *documents})
-    with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
+    files = sorted({*source.files(), folder / CONFIG_FILE, *documents})
+    with ThreadPoolExecutor(min(DIGEST_THREADS, os.cpu_count() or 1)) as pool:
         result: dict[str, Any] = {
             f"file {file.relative_to(folder)}": digest for file, digest in zip(files, pool.map(contents, files), strict=True)
         }

@@ -26,13 +26,14 @@ Inputs = Mapping[str, Mapping[str, str]]
 OF_THE_MACHINE = ("device", "max_memory", "offload", "batch_size")
 """Recipe fields that do not identify a result: it may be made on another machine."""
 
-WEIGHTS = (".safetensors", ".bin")
+WEIGHT_ENDINGS = (".safetensors", ".bin")
 """Endings of the names of weight files."""
 
-WHOLE = 2**30
-"""Bytes of a text that are digested as a whole, in about a second. Of a longer one, `PIECES` pieces of `PIECE` bytes are."""
+WHOLE_TEXT_BYTES = 2**30
+"""Bytes of a text that are digested as a whole, in about a second. Of a longer one, `PIECES` pieces of `DIGESTED_BYTES` bytes
+are."""
 
-PIECES, PIECE = 256, 2**16
+PIECES, DIGESTED_BYTES = 256, 2**16
 
 
 class OtherContents(CannotResume):
@@ -77,7 +78,7 @@ def text_contents(name: str) -> dict[str, str]:
         return {}
     if name in NAMES or not files:
         return {}
-    whole = sum(file.stat().st_size for file in files) <= WHOLE
+    whole = sum(file.stat().st_size for file in files) <= WHOLE_TEXT_BYTES
     return {str(file.relative_to(path.parent)): contents(file) if whole else _sampled(file) for file in files}
 
 
@@ -148,6 +149,6 @@ def _digest(file: Path, size: int, *_: int) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         for number in range(PIECES):
-            stream.seek(number * max(0, size - PIECE) // (PIECES - 1))
-            digest.update(stream.read(PIECE))
+            stream.seek(number * max(0, size - DIGESTED_BYTES) // (PIECES - 1))
+            digest.update(stream.read(DIGESTED_BYTES))
     return digest.hexdigest()[:32]

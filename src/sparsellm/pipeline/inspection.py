@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, computed_field
 from torch import Tensor
 
-from sparsellm.checkpoints.comparison import Comparison, Tensors, compare, layers_by_parameter
-from sparsellm.checkpoints.documents import CONFIG
+from sparsellm.checkpoints.comparison import CheckpointComparison, StoredTensors, compare, layers_by_parameter
+from sparsellm.checkpoints.documents import CONFIG_FILE
 from sparsellm.checkpoints.files import SHARDS
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
@@ -73,7 +73,7 @@ class LayerZeros:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Inspection(Summarized, Comparison):
+class Inspection(Summarized, CheckpointComparison):
     """Zeros of a model, and its differences from another one.
 
     Attributes:
@@ -201,10 +201,10 @@ def inspect(
             layers.append(_layer_zeros(name, view(tensor), required.get(name), format=formats.get(key)))
     checked = [layer for layer in layers if layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
-    changes, other = Comparison(), None
+    changes, other = CheckpointComparison(), None
     if against is not None:
         other = open_source(against, architecture, trusted=trust_remote_code, packed=True)
-        changes = compare(tensors, Tensors(other.folder, other.skeleton()))
+        changes = compare(tensors, StoredTensors(other.folder, other.skeleton()))
     return Inspection(
         model=listed.model,
         layers=tuple(layers),
@@ -227,7 +227,7 @@ class _Listed:
 
     model: str
     folder: Path | None
-    tensors: Tensors
+    tensors: StoredTensors
     layers: Mapping[str, Sequence[tuple[str, Callable[[Tensor], Tensor]]]]
     planned: dict[str, Pattern] | None
 
@@ -235,7 +235,7 @@ class _Listed:
 def _listed_by_class(source: Checkpoint | InMemoryModel) -> _Listed:
     """List the layers that the model's class has."""
     skeleton, planned = source.skeleton(), planned_patterns(source.folder)
-    tensors = Tensors(source.folder, skeleton)
+    tensors = StoredTensors(source.folder, skeleton)
     layers = {
         key: [(block.full_name(name), partial(block.linear_view, name)) for block, name in pairs]
         for key, pairs in layers_by_parameter(skeleton, planned or ()).items()
@@ -251,7 +251,7 @@ def _listed_by_files(name: str) -> _Listed | None:
     layers: dict[str, list[tuple[str, Callable[[Tensor], Tensor]]]] = {
         key: [(layer, lambda weight: weight)] for key, layer in stored.items()
     }
-    return _Listed(name, folder, Tensors(folder, None), layers, planned_patterns(folder))
+    return _Listed(name, folder, StoredTensors(folder, None), layers, planned_patterns(folder))
 
 
 def _packed_sizes(folder: Path | None) -> str:
@@ -321,13 +321,13 @@ def _is_as_written(opened: OpenedFiles, output: Output) -> bool:
     A model in memory may be none that its configuration describes, and another transformers may name or refuse other things.
     """
     report, digests = output.report, output.digests
-    read = [name for name in (CONFIG, *SHARDS) if name.endswith(".json") and (opened.folder / name).is_file()]
+    read = [name for name in (CONFIG_FILE, *SHARDS) if name.endswith(".json") and (opened.folder / name).is_file()]
     headers = {key: header for file in opened.files for key, header in read_headers(file, decoded=False).items()}
     shapes = {key: {"dtype": header.dtype, "shape": list(header.shape)} for key, header in headers.items()}
     recorded = {key: {name: x.get(name) for name in ("dtype", "shape")} for key, x in digests.tensors.items()}
     return (
         report.environment.get("transformers") == version("transformers")
-        and CONFIG in report.inputs.get(report.recipe.model, {})
+        and CONFIG_FILE in report.inputs.get(report.recipe.model, {})
         and report_digest(output.content) == digests.report
         and all(file_digest(opened.folder / name) == digests.files.get(name) for name in read)
         and shapes == recorded

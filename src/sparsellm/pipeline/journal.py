@@ -20,10 +20,10 @@ from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives
 from sparsellm.texts.json_files import durable, flush_folder
 
-FORMAT = 2
+JOURNAL_FORMAT = 2
 """Version of the journal's format; other versions are not read."""
 
-SCALES = ".weight_scale"
+SCALES_SUFFIX = ".weight_scale"
 """Suffix of the name of a quantized layer's scales in the file of its block."""
 
 JOURNAL = "journal.jsonl"
@@ -70,7 +70,7 @@ class Journal:
         for file in folder.glob("*.partial"):  # of a killed process
             file.unlink(missing_ok=True)
         journal = cls(folder)
-        durable(journal.file, journal._chained_line({"format": FORMAT, "fingerprint": dict(fingerprint)}).encode())
+        durable(journal.file, journal._chained_line({"format": JOURNAL_FORMAT, "fingerprint": dict(fingerprint)}).encode())
         return journal
 
     @classmethod
@@ -168,7 +168,7 @@ class Journal:
             dtype = block.dtypes.get(name, tensor.dtype)
             tensors[block.full_name(name)] = tensor.detach().to("cpu", dtype).contiguous()
         for name, scales in block.scales.items() if collectives.is_main() else ():
-            tensors[block.full_name(name) + SCALES] = scales.detach().cpu().contiguous()
+            tensors[block.full_name(name) + SCALES_SUFFIX] = scales.detach().cpu().contiguous()
         stored = self._store(f"block-{block.index:05}", tensors)
         self._append({"block": block.index, **stored, "result": BLOCK_RESULT.dump_python(result, mode="json")})
         return self.folder / str(self._blocks[block.index]["file"])
@@ -184,7 +184,7 @@ class Journal:
         with torch.no_grad():
             for name, tensor in block.module.state_dict(keep_vars=True).items():
                 tensor.copy_(tensors[block.full_name(name)])
-        stored = {name: tensors.get(block.full_name(name) + SCALES) for name in block.layers}
+        stored = {name: tensors.get(block.full_name(name) + SCALES_SUFFIX) for name in block.layers}
         block.scales.update({name: scales for name, scales in stored.items() if scales is not None})
         return self.folder / str(line["file"])
 
@@ -264,7 +264,7 @@ def _read_lines(file: Path) -> tuple[list[dict[str, Any]], bool]:
     for line in lines:
         try:
             entry = json.loads(line)
-            if not entries and type(entry.get("format")) is int and entry["format"] != FORMAT:
+            if not entries and type(entry.get("format")) is int and entry["format"] != JOURNAL_FORMAT:
                 raise CannotResume(f"{file} was written by another version of sparsellm. Pass `restart=True` to start over.")
             chain = entry.pop("chain")
             if chain != _chain_digest(entries[-1]["chain"] if entries else "", entry):
@@ -280,7 +280,7 @@ def _chain_digest(previous: str, entry: Mapping[str, Any]) -> str:
     return hashlib.sha256((previous + json.dumps(entry)).encode()).hexdigest()[:32]
 
 
-def in_words(name: str) -> str:
+def entry_in_words(name: str) -> str:
     """The name of an entry of a fingerprint for a message: of a recipe's field the setting, between backticks."""
     return f"`{name.removeprefix(OF_RECIPE)}`" if name.startswith(OF_RECIPE) else name
 
@@ -290,7 +290,7 @@ def _check_fingerprint(fingerprint: Mapping[str, Any], stored: Mapping[str, Any]
     current = json.loads(json.dumps(dict(fingerprint)))
     changed = sorted(name for name in current.keys() | stored.keys() if current.get(name) != stored.get(name))
     if changed:
-        named = {in_words(name): (stored.get(name), current.get(name)) for name in changed[:3]}
+        named = {entry_in_words(name): (stored.get(name), current.get(name)) for name in changed[:3]}
         differences = "; ".join(f"{name} was {before!r}, now {now!r}" for name, (before, now) in named.items())
         raise CannotResume(
             f"This is not the run that was started: {differences}. Pass the original settings, or `restart=True`."

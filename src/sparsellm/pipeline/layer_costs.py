@@ -27,14 +27,14 @@ from sparsellm.texts.padding import unpadded_batches
 WORST = 5
 """The number of layers that reports list as those that cost most; the same layers are measured."""
 
-TOKENS, SEQUENCES = 2048, 4
+KL_TOKENS, SEQUENCES = 2048, 4
 """Least number of tokens, and of sequences, on which they are measured."""
 
 WITHOUT_COMPENSATION = ("magnitude", "wanda")
 """Methods that change no weight besides those that they remove, as the predicted costs assume. On demo:opt at 50 % their five
 largest predictions are 0.6 to 1.6 times what is measured, those of the default method up to 19 times."""
 
-OUTSTANDING, LEAST = 3.0, 0.05
+OUTSTANDING, LEAST_SHARE = 3.0, 0.05
 """A layer is suggested for `--exclude` if with it dense the KL divergence is lower by at least three times its share of the
 pruned weights, and by at least 5 %."""
 
@@ -85,7 +85,7 @@ def dense_outputs(loaded: LoadedModel, ready: Prepared, report: Report, observer
     if report.recipe.allocation_rule != "fisher" or not ready.tests or not blocks_pruned:
         return None
     text, windows = next(iter(ready.tests.items()))
-    batches = first_windows(unpadded_batches(windows, 1), max(TOKENS, SEQUENCES * windows.shape[1]))
+    batches = first_windows(unpadded_batches(windows, 1), max(KL_TOKENS, SEQUENCES * windows.shape[1]))
     reason = ""
     if loaded.weights.on_disk:
         reason = "the model is read block by block"
@@ -131,7 +131,7 @@ def measure_layers(report: Report, loaded: LoadedModel, ready: Prepared, *, dens
         drops = {layer.name: kl - divergence([layer.name]) for layer in worst}
         weights = {layer.name: layer.shape[0] * layer.shape[1] for layer in report.layers}
         shares = {name: weights[name] / sum(weights.values()) for name in drops}
-        names = [name for name in drops if drops[name] >= kl * max(LEAST, OUTSTANDING * shares[name])] if kl > 0 else []
+        names = [name for name in drops if drops[name] >= kl * max(LEAST_SHARE, OUTSTANDING * shares[name])] if kl > 0 else []
         names.sort(key=lambda name: -drops[name])
         gain, share = kl - divergence(names) if names else 0.0, sum(shares[name] for name in names)
     tokens = sum(batch.numel() for batch in dense.batches)
@@ -142,11 +142,11 @@ def measure_layers(report: Report, loaded: LoadedModel, ready: Prepared, *, dens
     ]
 
 
-Weights = Mapping[str, tuple[Tensor, Tensor | None]]
+LayerWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """Weight, (out, in), and bias, (out,), of layers by full name; None for a layer without bias."""
 
 
-def _read_dense(ready: Prepared, layers: Sequence[LayerResult], dtype: str) -> Weights:
+def _read_dense(ready: Prepared, layers: Sequence[LayerResult], dtype: str) -> LayerWeights:
     """Read layers of the dense checkpoint, one block at a time. Raises NotStreamable if they cannot be read alone."""
     assert isinstance(ready.source, Checkpoint)
     model, weights = ready.source.stream(dtype, ready.device)
@@ -167,12 +167,12 @@ def _copy(block: Block, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 @contextmanager
-def _put_back(loaded: LoadedModel, layers: Weights) -> Iterator[None]:
+def _put_back(loaded: LoadedModel, layers: LayerWeights) -> Iterator[None]:
     """Replace layers of the model within the context."""
     places = {block.full_name(name): (block, name) for block in blocks_of(loaded.model) for name in block.layers}
     replaced = {full_name: _copy(places[full_name][0], places[full_name][1]) for full_name in layers}
 
-    def write(weights: Weights) -> None:
+    def write(weights: LayerWeights) -> None:
         for full_name, (weight, bias) in weights.items():
             block, name = places[full_name]
             block.assign(name, weight)

@@ -35,7 +35,7 @@ from sparsellm.texts.in_memory import SOURCE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOKENS = 16
+TEST_TOKENS = 16
 """Tokens of the test sequence."""
 
 SHARE = 0.8
@@ -243,7 +243,9 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
     return Placement(memory, size, streamed=True, note=note, ahead=ahead)
 
 
-def load(recipe: RunRecipe, opened: OpenedModel, *, folder: Path | None, placement: Placement | None = None) -> LoadedModel:
+def load_model(
+    recipe: RunRecipe, opened: OpenedModel, *, folder: Path | None, placement: Placement | None = None
+) -> LoadedModel:
     """Load the recipe's model, as a whole or for reading block by block.
 
     Args:
@@ -281,7 +283,7 @@ def check_runs(loaded: LoadedModel, by_block: bool) -> None:
         NonFinite: The output of a block has NaN or infinity.
     """
     model = loaded.model
-    tokens = torch.arange(TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
+    tokens = torch.arange(TEST_TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
     with model_errors(model, "as its config.json says"):
         if by_block:
             _run_blocks(loaded, tokens)

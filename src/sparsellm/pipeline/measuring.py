@@ -18,7 +18,7 @@ from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
-from sparsellm.evaluation.perplexity import measure as measure_perplexity
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
@@ -44,7 +44,7 @@ from sparsellm.pipeline.events import (
     phase,
 )
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key
-from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load, named_model, open_model
+from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, named_model, open_model
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_file import read_recipe
@@ -154,7 +154,7 @@ def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer, 
         observer(Note(note))
     observer(Schedule((LOADING, *[MEASURING] * len(tests), *[ANSWERING] * bool(recipe.task))))
     observer(Stage(LOADING))
-    loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
+    loaded = load_model(recipe, opened, folder=Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.weights.on_disk)
     perplexity, accuracy = {}, {}
     for name, test in tests.items():
@@ -192,7 +192,7 @@ def measure_checkpoint(
         with phase(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
             known = report.before(text)
             if known is None or text == SOURCE or not _is_of(known, test):
-                loaded = loaded or load(report.recipe, opened, folder=folder, placement=placement)
+                loaded = loaded or load_model(report.recipe, opened, folder=folder, placement=placement)
                 known = measure_perplexity(loaded, test, text, progress=advance)
             results[text] = known
     return results

@@ -23,7 +23,7 @@ one, unless the software that runs it makes use of zeros.
 LOADS, LOADS_PACKED = "\nfrom transformers import ", "\nimport sparsellm\nfrom transformers import "
 """First lines of the example that loads a model, and of the one that loads a packed model."""
 
-BEGIN, REPLACED, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
+BEGIN, REPLACED_MARKS, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
 """Marks around the paragraph of a packed model's card."""
 
 _SPEED = re.compile(rf"(\nDecoding on [^\n]*, by `sparsellm bench`:\n\n(- .*\n)+)?{END}")
@@ -33,7 +33,7 @@ _SPEED = re.compile(rf"(\nDecoding on [^\n]*, by `sparsellm bench`:\n\n(- .*\n)+
 def packed_card(text: str, result: Packed) -> str:
     """Return a model card with a paragraph on the packed form, in place of the one that says how zeros are stored."""
     head, _, rest = text.partition(ZEROS_STAY)
-    mark = REPLACED if rest or text.endswith(ZEROS_STAY) else BEGIN
+    mark = REPLACED_MARKS if rest or text.endswith(ZEROS_STAY) else BEGIN
     rest = rest.replace(LOADS, LOADS_PACKED)
     if mark == BEGIN:
         matter = re.match(r"\s*---[ \t]*\n.*?\n---[ \t]*\n", text, re.DOTALL)
@@ -83,7 +83,7 @@ def record_speed(packed: str | Path, bench: Bench) -> None:
 
 def dense_card(text: str) -> str:
     """Return the card of a packed model as it was before."""
-    if REPLACED in text:
+    if REPLACED_MARKS in text:
         text = text.replace(LOADS_PACKED, LOADS)
-    text = re.sub(f"{REPLACED}\n.*?{END}\n", lambda _: ZEROS_STAY, text, flags=re.DOTALL)
+    text = re.sub(f"{REPLACED_MARKS}\n.*?{END}\n", lambda _: ZEROS_STAY, text, flags=re.DOTALL)
     return re.sub(f"{BEGIN}\n.*?{END}\n", "", text, flags=re.DOTALL)

@@ -8,9 +8,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm import __version__
-from sparsellm.checkpoints.configuration import read_fields
+from sparsellm.checkpoints.configuration import read_config
 from sparsellm.checkpoints.contradictions import check_doubles
-from sparsellm.checkpoints.documents import Documents, copy_documents, documents_of
+from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, documents_of
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.opening import open_folder
@@ -54,7 +54,7 @@ class Source:
         files = check_files(str(name), folder)
         stamps = Stamps.of(str(name), folder, files, documents_of(folder, weights=files, trusted=True))
         check_doubles(str(name), files)
-        return cls(str(name), folder, read_fields(str(name), folder), files, stamps)
+        return cls(str(name), folder, read_config(str(name), folder), files, stamps)
 
     @property
     def vocabulary(self) -> int | None:
@@ -149,7 +149,7 @@ def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dic
     }
 
 
-def copy_files(source: Source, work: Path) -> Documents:
+def copy_files(source: Source, work: Path) -> DocumentFiles:
     """Copy what a model's folder holds besides weights, configuration, card and report; return which files these are."""
     documents = documents_of(source.folder, weights=source.files, trusted=True, written=ANEW)
     copy_documents(source.folder, documents, work)

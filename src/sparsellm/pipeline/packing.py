@@ -11,11 +11,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsellm.checkpoints.comparison import Tensors, layers_by_parameter
+from sparsellm.checkpoints.comparison import StoredTensors, layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import dtype_name, read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, can_hold, is_packed, metadata_of
+from sparsellm.checkpoints.packed_files import (
+    PACKED_METHOD,
+    PACKED_VERSION,
+    FileWriter,
+    PackedEntry,
+    can_hold,
+    is_packed,
+    metadata_of,
+)
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.formats.bitmask import Bitmask
@@ -174,7 +182,7 @@ def pack(
             before, after = (sum(file.stat().st_size for file in files) for files in (source.files, written))
             skipped = tuple(copy_files(source, work).noted)
             result = Packed(form, before, after, sizes, skipped, rounded=values is not None, output=str(packed))
-            quantization = {"quant_method": METHOD, "version": VERSION, "form": form}
+            quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
             write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             if (card := source.folder / CARD).is_file():
                 (work / CARD).write_text(packed_card(card.read_text(encoding="utf-8"), result), encoding="utf-8")
@@ -383,7 +391,7 @@ def check_plain(source: Source) -> None:
 def _layer_weights(source: Source) -> dict[str, bool]:
     """Return the stored names of the weights of the linear layers in the blocks, and whether each is (in, out)."""
     skeleton = open_source(source.name, None, trusted=False).skeleton()
-    tensors = Tensors(source.folder, skeleton)
+    tensors = StoredTensors(source.folder, skeleton)
     weights: dict[str, bool] = {}
     for parameter, ((block, name), *_) in layers_by_parameter(skeleton, ()).items():
         stored = tensors.files.get(parameter)

@@ -19,7 +19,7 @@ whether a run's model is written, its caller decides."""
 LAYERS_PASSES = WORST + 2
 """Passes that measure the layers that cost most: each of them, none and all; before pruning there was one pass."""
 
-DENSE, PRUNED = " dense", " pruned"
+OF_DENSE, PRUNED = " dense", " pruned"
 """Ends of the names of stages that are the same work on two models, and take the same time."""
 
 LEAST_LEFT = 0.1
@@ -209,4 +209,4 @@ class Progress:
 
 def _kind(name: str) -> str:
     """What stages have in common that take the same time."""
-    return name.removesuffix(DENSE).removesuffix(PRUNED)
+    return name.removesuffix(OF_DENSE).removesuffix(PRUNED)

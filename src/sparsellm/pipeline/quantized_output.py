@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.comparison import Tensors, layers_by_parameter
+from sparsellm.checkpoints.comparison import StoredTensors, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorLocation
 from sparsellm.models.blocks import Block
 from sparsellm.pipeline.quantization_file import read_scales, write_scales
@@ -35,7 +35,7 @@ def save_scales(
         Names of parameters whose scales cannot be written, since their layers were not all rounded alike, or are stored in
         pieces; `pack` stores their weights as other numbers.
     """
-    stored, left_out, written = Tensors(folder, model), [], {}
+    stored, left_out, written = StoredTensors(folder, model), [], {}
     for parameter, layers in layers_by_parameter(model, scales).items():
         rounded = [(block, name) for block, name in layers if block.full_name(name) in scales]
         location = stored.files.get(parameter)
@@ -66,7 +66,7 @@ def layer_scales(folder: Path, model: PreTrainedModel, pruned: Collection[str]) 
     stored = read_scales(folder)
     if not stored:
         return {}, []
-    tensors, found = Tensors(folder, model), dict[str, Scales]()
+    tensors, found = StoredTensors(folder, model), dict[str, Scales]()
     for parameter, layers in layers_by_parameter(model, pruned).items():
         location = tensors.files.get(parameter)
         names = [block.full_name(name) for block, name in layers]

@@ -99,7 +99,7 @@ def _field(
     """A field of the recipe.
 
     Args:
-        panel: The panel of the help that lists the option, of `PANELS`.
+        panel: The panel of the help that lists the option, of `HELP_PANELS`.
         default: The value of a field that is not given.
         description: The help text, one sentence.
         default_text: What is used when the value is None, in words.
@@ -112,7 +112,7 @@ def _field(
     return Field(default, description=description, json_schema_extra=option, **constraints)
 
 
-PANELS = ("Options", "Layers", "Machine", "Method", "Data", "Evaluation", "Model")
+HELP_PANELS = ("Options", "Layers", "Machine", "Method", "Data", "Evaluation", "Model")
 """Panels of the help, in its order."""
 
 _option = partial(_field, "Options")

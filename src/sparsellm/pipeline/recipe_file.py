@@ -29,7 +29,7 @@ class HasRecipe:
     recipe: dict[str, Any]
 
 
-SAVED = TypeAdapter(HasRecipe).validate_python
+READ_RUN = TypeAdapter(HasRecipe).validate_python
 
 
 def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None, kind: type[Recipe] = Recipe) -> Recipe:
@@ -96,7 +96,7 @@ def split_sparsity(value: Any) -> list[Any]:
 
 def _merged(settings: Mapping[str, Any], config: str | Path | None) -> dict[str, Any]:
     """The fields of a file and of the settings, which override it. Raises InvalidSetting if there is no model."""
-    merged = (read_fields(local_path(config)) if config is not None else {}) | dict(settings)
+    merged = (read_recipe_fields(local_path(config)) if config is not None else {}) | dict(settings)
     if "model" not in merged:
         raise InvalidSetting("There is no model: pass `model`, or set `model:` in the recipe file.")
     return merged
@@ -125,7 +125,7 @@ def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
         raise InvalidSetting(explain(error.errors()[0], kind.model_fields)) from None
 
 
-def read_fields(path: Path) -> dict[str, Any]:
+def read_recipe_fields(path: Path) -> dict[str, Any]:
     """Read the fields of a recipe file or of a report's recipe. Raises InvalidSetting for an unknown field."""
     saved = _is_report(path)
     content = without_removed(_recipe_in_report(path)) if saved else read_mapping(path, "recipe")
@@ -144,7 +144,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 def _recipe_in_report(path: Path) -> dict[str, Any]:
     """The fields of the recipe in a report."""
-    return read_record(path / REPORT if path.is_dir() else path, SAVED, "report of a run", refusal=BadCheckpoint)[0].recipe
+    return read_record(path / REPORT if path.is_dir() else path, READ_RUN, "report of a run", refusal=BadCheckpoint)[0].recipe
 
 
 def _is_report(path: Path) -> bool:

@@ -21,7 +21,7 @@ from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.inputs import WEIGHTS, changed_input, run_inputs
+from sparsellm.pipeline.inputs import WEIGHT_ENDINGS, changed_input, run_inputs
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.outputs import Output, read_finished
@@ -235,7 +235,7 @@ def lora_targets(recipe: RecoveryRecipe, blocks: Sequence[Block], plan: Plan) ->
 def _check_dense(recipe: RecoveryRecipe, output: Output, source: Checkpoint | InMemoryModel) -> None:
     """Raise VerificationFailed if weights of the dense model were changed since the checkpoint was made from it."""
     inputs = Paths(recipe).without(run_inputs(recipe, source))
-    if difference := changed_input(output.report.inputs, inputs, WEIGHTS):
+    if difference := changed_input(output.report.inputs, inputs, WEIGHT_ENDINGS):
         raise VerificationFailed(
             f"{recipe.pruned} was made from another dense model: {difference}. "
             "Pass the dense model that it was made from as `against`."

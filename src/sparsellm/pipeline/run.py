@@ -41,14 +41,14 @@ from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key, environment
 from sparsellm.pipeline.inputs import Inputs
 from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.loading import Placement, check_runs, load
+from sparsellm.pipeline.loading import Placement, check_runs, load_model
 from sparsellm.pipeline.measuring import measure_into
 from sparsellm.pipeline.output_folder import ANEW, LOG
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report, When
-from sparsellm.pipeline.startup import Fit, start_run
+from sparsellm.pipeline.startup import PlacementChoice, start_run
 from sparsellm.pipeline.workspace import WorkDirectory
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
@@ -121,7 +121,7 @@ class Run(Generic[P]):
         cls,
         ready: P,
         records: Records,
-        fit: Fit,
+        fit: PlacementChoice,
         *,
         work: WorkDirectory | None = None,
         shared: DenseCache | None = None,
@@ -179,7 +179,7 @@ class Run(Generic[P]):
 
     def load(self) -> LoadedModel:
         """Load the model."""
-        return load(self.ready.recipe, self.ready, folder=self.folder, placement=self.placement)
+        return load_model(self.ready.recipe, self.ready, folder=self.folder, placement=self.placement)
 
     def load_and_check(self) -> LoadedModel:
         """Load the model in a phase, and check on a few tokens that it runs if anything is computed with it."""

@@ -18,7 +18,7 @@ from sparsellm.models.blocks import Block
 REGEX = "re:"
 """Prefix of a layer-name pattern that is a regular expression, as in llm-compressor."""
 
-SECONDS = 5.0
+MATCHING_SECONDS = 5.0
 """Most processor time that a regular expression may take for all names; those that are meant take microseconds for each."""
 
 ANY_LAYER = "Linear"
@@ -141,15 +141,16 @@ def name_matcher(pattern: str, setting: str) -> Callable[[str], bool]:
 
 
 def _bounded(match: Callable[[str], re.Match[str] | None], got: str) -> Callable[[str], bool]:
-    """A function that calls `match` for at most `SECONDS` in all, where Python lets a signal end it: in the main thread.
+    """A function that calls `match` for at most `MATCHING_SECONDS` in all, if it is called in the main thread.
 
     Nested repetitions as in (a+)+ take time that doubles with every character of a name that they do not match.
     """
-    left = SECONDS
+    left = MATCHING_SECONDS
 
     def stop(*_: object) -> None:
         raise InvalidSetting(
-            f"{got}, which takes more than {SECONDS:g} seconds to compare with names. Write it without nested repetitions."
+            f"{got}, which takes more than {MATCHING_SECONDS:g} seconds to compare with names. "
+            "Write it without nested repetitions."
         )
 
     def is_match(full_name: str) -> bool:

@@ -16,9 +16,9 @@ from sparsellm.formats.experts import PackedExperts
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.models.experts import experts_of
 from sparsellm.pipeline.decoding import (
+    DECODING_ROUNDS,
     KERNEL,
     PACKED,
-    ROUNDS,
     TORCH,
     measure_speeds,
     step_weights,
@@ -31,7 +31,7 @@ from sparsellm.pipeline.recipe_fields import MOST
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime import memory
 
-PROMPT = 128
+PROMPT_TOKENS = 128
 """Tokens of a prompt, where the model's context has room for them."""
 
 
@@ -52,19 +52,19 @@ def measure_bench(
     observe(f"loading {packed}")
     model = load(packed)
     length = context_length(model.config)
-    most = (length - 1) // ROUNDS
+    most = (length - 1) // DECODING_ROUNDS
     if not 1 <= tokens <= most:
-        limit = f"the model's context of {length} has room for {ROUNDS} turns of {most}"
+        limit = f"the model's context of {length} has room for {DECODING_ROUNDS} turns of {most}"
         raise InvalidSetting(f"`tokens` got {tokens}, and {limit}. Pass a number from 1 to {most}.")
     observe(f"loading {against}" if against else "decoding the packed weights")
     dense = _dense_form(model, packed, against)
     forms = {TORCH: dense, KERNEL: with_own_kernel(dense), PACKED: model}
     measured = {name: form for name, form in forms.items() if form is not None}
-    prompt = min(PROMPT, length - ROUNDS * tokens)
+    prompt = min(PROMPT_TOKENS, length - DECODING_ROUNDS * tokens)
     speeds, bandwidth = measure_speeds(
         measured, batches=batches, threads=threads, prompt=prompt, tokens=tokens, observe=observe
     )
-    kernel = kernels.available()
+    kernel = kernels.instruction_set()
     notes = (
         []
         if kernel

@@ -12,23 +12,21 @@ import torch
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
-from sparsellm.models.sparse_matmul import NAME as OF_ZEROS
-from sparsellm.models.sparse_matmul import max_density
-from sparsellm.pipeline.compute_dtype import NAME as OF_COMPUTE_DTYPE
-from sparsellm.pipeline.compute_dtype import choose_products
+from sparsellm.models.sparse_matmul import SKIPPING_ZEROS, max_density
+from sparsellm.pipeline.compute_dtype import BFLOAT16_PASSES, choose_products
 from sparsellm.pipeline.events import DIGESTING, Note, Observer, Stage, add_note
 from sparsellm.pipeline.fingerprint import fingerprint
 from sparsellm.pipeline.inputs import run_inputs
-from sparsellm.pipeline.journal import OF_RECIPE, Journal, in_words
+from sparsellm.pipeline.journal import OF_RECIPE, Journal, entry_in_words
 from sparsellm.pipeline.loading import Placement, choose_placement
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.workspace import WorkDirectory
 from sparsellm.runtime import alternatives, collectives
 from sparsellm.runtime.devices import multiplies_bfloat16
-from sparsellm.runtime.products import BFLOAT16_NAME, NAME, bf16_matmul_speedup, uses_onednn
+from sparsellm.runtime.products import BFLOAT16_NAME, ONEDNN_PRODUCTS, bf16_matmul_speedup, uses_onednn
 
-Fit = Callable[..., tuple[Placement, int]]
+PlacementChoice = Callable[..., tuple[Placement, int]]
 """Chooses where the model of a prepared run is held, and its sequences per batch: `fit_to_memory` or `fit_to_disk`."""
 
 OF_ONE = ("environment.device", f"{OF_RECIPE}device")
@@ -36,7 +34,7 @@ OF_ONE = ("environment.device", f"{OF_RECIPE}device")
 
 
 def start_run(
-    ready: Prepared, report: Report, observer: Observer, fit: Fit, *, work: WorkDirectory | None = None
+    ready: Prepared, report: Report, observer: Observer, fit: PlacementChoice, *, work: WorkDirectory | None = None
 ) -> tuple[Placement, int, Journal | None]:
     """Choose placement and batch size, and open the journal.
 
@@ -91,7 +89,7 @@ def check_alike(message: Mapping[str, Any]) -> None:
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 raise InvalidSetting(
-                    f"Process {number} differs from process 0: {in_words(name)} is {other.get(name)!r} instead of "
+                    f"Process {number} differs from process 0: {entry_in_words(name)} is {other.get(name)!r} instead of "
                     f"{first.get(name)!r}. Start all processes with the same command, versions and files."
                 )
 
@@ -141,7 +139,7 @@ def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None
 
 def _is_of_runs(name: str) -> bool:
     """Whether a comparison of this name decides something in a run, as one of packed products does not."""
-    return name.startswith((NAME, BFLOAT16_NAME, OF_ZEROS, OF_COMPUTE_DTYPE))
+    return name.startswith((ONEDNN_PRODUCTS, BFLOAT16_NAME, SKIPPING_ZEROS, BFLOAT16_PASSES))
 
 
 def _measure_alternatives(products: torch.dtype | None) -> dict[str, float]:

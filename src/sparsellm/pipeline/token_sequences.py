@@ -19,7 +19,7 @@ from sparsellm.runtime.memory import available
 from sparsellm.texts.in_memory import Given, read_in_memory
 from sparsellm.texts.padding import PADDING, count_tokens, sequence_lengths
 from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
-from sparsellm.texts.texts import Split, Text, read_text
+from sparsellm.texts.texts import Text, TextUse, read_text
 
 Value = TypeVar("Value")
 
@@ -106,7 +106,7 @@ def read_test(
     return test_windows(read, source.tokenizer(), length, limit=recipe.evaluate_limit, **_form(recipe, source))
 
 
-def _read_text(recipe: RunRecipe, text: str, split: Split, given: Given | None) -> Text | Tensor:
+def _read_text(recipe: RunRecipe, text: str, split: TextUse, given: Given | None) -> Text | Tensor:
     """Read a text, or the data in its place."""
     if split == "calibration" and given and "calibration" in given:
         return read_in_memory(given["calibration"], recipe.text_field, samples=recipe.samples, seed=recipe.seed)

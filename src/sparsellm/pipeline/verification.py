@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare, layers_by_parameter
+from sparsellm.checkpoints.comparison import StoredTensors, bit_identical, compare, layers_by_parameter
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all, read_headers
 from sparsellm.checkpoints.tensor_index import (
@@ -137,8 +137,8 @@ def verify(
     dense, dense_tensors, rounded = None, None, 0
     if against is not None:
         dense = open_source(against, architecture, trusted=trust_remote_code, packed=True)
-        dense_tensors = Tensors(dense.folder, dense.skeleton())
-    written = Tensors(folder, model)
+        dense_tensors = StoredTensors(dense.folder, dense.skeleton())
+    written = StoredTensors(folder, model)
     if dense is not None and dense_tensors is not None and is_exported_from(finished, dense.folder, written):
         differences, rounded = export_differences(written, dense_tensors, dense.name)
         raise_if_any(output, differences)
@@ -166,14 +166,14 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     Raises:
         VerificationFailed: The checkpoint differs.
     """
-    written = Tensors(folder, model)
+    written = StoredTensors(folder, model)
     state = model.state_dict() if in_memory else {}
     raise_if_any(
         "The written checkpoint",
         [f"{key} has other values than in memory" for key, x in written if not bit_identical(x, state.get(key, x).cpu())],
     )
     layers = {layer.name: layer for layer in report.layers}
-    dense_tensors = None if dense is None else Tensors(dense, model)
+    dense_tensors = None if dense is None else StoredTensors(dense, model)
     differences, _ = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
     raise_if_any("The written checkpoint", differences)
 
@@ -249,8 +249,8 @@ def _are_stored_as_reported(folder: Path, layers: Mapping[str, LayerResult]) -> 
 
 def _layer_differences(
     model: PreTrainedModel,
-    tensors: Tensors,
-    dense: Tensors | None,
+    tensors: StoredTensors,
+    dense: StoredTensors | None,
     *,
     layers: Mapping[str, LayerResult],
     changed: set[str],

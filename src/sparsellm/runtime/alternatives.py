@@ -75,7 +75,7 @@ def speedup(name: str, make: Callable[[], tuple[Computation, Computation]], mach
     with store.locked() if store else nullcontext():
         value = store.read(where).get(name) if store else None
         if value is None:
-            value, is_steady = measure(*make())
+            value, is_steady = measure_speedup(*make())
             if not is_steady:
                 _unsteady.add(name)
             elif store:
@@ -124,7 +124,7 @@ def forget() -> None:
 
 
 @torch.no_grad()
-def measure(usual: Computation, other: Computation) -> tuple[float, bool]:
+def measure_speedup(usual: Computation, other: Computation) -> tuple[float, bool]:
     """Measure `speedup`, and whether other programs left the result alone.
 
     The computations take turns. The shortest times count, since other programs only ever add to them; if those of every second

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from sparsellm.runtime import devices, native
 
-MAX_TOKENS = 2048
+COPIED_TOKENS = 2048
 """Tokens copied for the kernel at a time, unless a unit has more; the float64 sums are read and written once for them."""
 
 
 def supports(*factors: Tensor) -> bool:
     """Whether the kernel is compiled, the processor has AVX-512 BF16, and all factors are bfloat16 on the CPU."""
-    return all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in factors) and load_library() is not None
+    return all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in factors) and load_kernel() is not None
 
 
 def add_gram(inputs: Tensor, panels: Iterable[tuple[int, Tensor]], unit: int | None) -> None:
@@ -51,7 +51,7 @@ def add_products(left: Tensor, right: Tensor, sums: Tensor, unit: int | None) ->
 def _add(left: Tensor, right: Tensor, rows: Tensor, unit: int | None) -> None:
     """Add y xᵀ to the rows at addresses (out,) int64; of a product with itself, only entries from the diagonal on."""
     unit = unit or max(len(left), 1)
-    size = max(MAX_TOKENS // unit, 1) * unit
+    size = max(COPIED_TOKENS // unit, 1) * unit
     for y, x in zip(left.split(size), right.split(size), strict=True):
         packed = _Packed.of(x, unit)
         _add_packed(packed if left is right else _Packed.of(y, unit), packed, rows)
@@ -59,7 +59,7 @@ def _add(left: Tensor, right: Tensor, rows: Tensor, unit: int | None) -> None:
 
 def _add_packed(left: _Packed, right: _Packed, rows: Tensor) -> None:
     """As `_add`, for the same tokens of both factors."""
-    library = load_library()
+    library = load_kernel()
     threads = max(1, min(torch.get_num_threads(), -(-len(rows) // library.sparsellm_width())))
 
     def add(first: int) -> None:
@@ -90,7 +90,7 @@ class _Packed:
     @classmethod
     def of(cls, inputs: Tensor, unit: int) -> _Packed:
         """Copy tokens, of which `unit` are summed apart from all others."""
-        library = load_library()
+        library = load_kernel()
         x, (tokens, columns) = inputs.contiguous(), inputs.shape
         blocks = -(-columns // library.sparsellm_width())
         # A unit of odd length is filled up by one token.
@@ -115,7 +115,7 @@ def _row_addresses(panels: Iterable[tuple[int, Tensor]]) -> Tensor:
 
 
 @cache
-def load_library() -> Any:
+def load_kernel() -> Any:
     """The compiled library; None if it is missing, or if the processor has no AVX-512 BF16."""
     library = native.load_library()
     return library if library is not None and library.sparsellm_bf16_supported() else None

@@ -23,7 +23,7 @@ from sparsellm.runtime.products import BFLOAT16_SPEEDUP, bf16_matmul_speedup, by
 
 T = TypeVar("T")
 
-CHUNK = 1 << 17
+CACHED_ENTRIES = 1 << 17
 """Number of float32 entries of which a few temporaries fit in a CPU's second-level cache."""
 
 
@@ -190,10 +190,10 @@ def row_chunks(*tensors: Tensor, entries: int | None = None) -> Iterator[tuple[T
     """Split matrices of one shape into views of the same rows: a few rows on a CPU, so that temporaries stay in its cache.
 
     Args:
-        entries: Largest number of entries of a view, if it has more than one row. Default: `CHUNK`.
+        entries: Largest number of entries of a view, if it has more than one row. Default: `CACHED_ENTRIES`.
     """
     rows, columns = tensors[0].shape
-    size = max(rows if queued(tensors[0].device) else (entries or CHUNK) // max(columns, 1), 1)
+    size = max(rows if queued(tensors[0].device) else (entries or CACHED_ENTRIES) // max(columns, 1), 1)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 LIBRARY = Path(__file__).parents[1] / "native" / "_native.so"
 """Compiled by `hatch_build.py` from the C files beside it."""
 
-VERSION = 5
+LIBRARY_VERSION = 5
 """Of the functions' arguments; kernels.c has the same."""
 
 
@@ -19,7 +19,7 @@ def load_library() -> Any:
     """Load the library, with the types of its functions' arguments; None if it is missing or of another version."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        if library.sparsellm_version() != VERSION:
+        if library.sparsellm_version() != LIBRARY_VERSION:
             return None
         _declare(library)
     except (OSError, AttributeError):

@@ -21,16 +21,16 @@ from sparsellm.runtime.alternatives import Computation, speedup
 MIN_MULTIPLICATIONS = 1 << 21
 """Multiplications of a product from which oneDNN is used, those of 128 x 128 matrices. A call takes it 12 microseconds."""
 
-SPEEDUP = 1.2
+LEAST_SPEEDUP = 1.2
 """Least speedup for which oneDNN is used. Between 1 and this it hangs on the shapes of matrices which one is faster."""
 
-NAME = "float32 products by oneDNN"
+ONEDNN_PRODUCTS = "float32 products by oneDNN"
 """Name of the comparison with torch's."""
 
 BFLOAT16_SPEEDUP, BFLOAT16_NAME = 1.2, "matrix products in bfloat16"
 """Least speedup for which solvers multiply in bfloat16 on a CPU, and the name of that comparison with float32."""
 
-TOKENS, WIDTH = 256, 512
+PRODUCT_TOKENS, PRODUCT_WIDTH = 256, 512
 """Size of the product that is measured, which takes a thread 1 to 3 milliseconds."""
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -117,11 +117,14 @@ def onednn_speedup() -> float:
 
     def make() -> tuple[Computation, Computation]:
         generator = torch.Generator().manual_seed(0)
-        inputs, weight = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
+        inputs, weight = (
+            torch.randn(PRODUCT_TOKENS, PRODUCT_WIDTH, generator=generator),
+            torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH, generator=generator),
+        )
         return lambda: inputs @ weight.T, lambda: kernel(inputs, weight, None)
 
     with torch.autocast("cpu", enabled=False):
-        return speedup(NAME, make)
+        return speedup(ONEDNN_PRODUCTS, make)
 
 
 def bf16_matmul_speedup() -> float:
@@ -132,7 +135,10 @@ def bf16_matmul_speedup() -> float:
 
     def make() -> tuple[Computation, Computation]:
         generator = torch.Generator().manual_seed(0)
-        left, right = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
+        left, right = (
+            torch.randn(PRODUCT_TOKENS, PRODUCT_WIDTH, generator=generator),
+            torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH, generator=generator),
+        )
         rounded = right.bfloat16()
         return lambda: left @ right, lambda: torch.mm(left.bfloat16(), rounded).to(left.dtype)
 
@@ -147,7 +153,7 @@ def uses_onednn() -> bool:
 
 def _kernel() -> Linear | None:
     """oneDNN's linear layer; None where torch's own products are as fast, or where it is missing or wrong."""
-    return _onednn() if onednn_speedup() >= SPEEDUP else None
+    return _onednn() if onednn_speedup() >= LEAST_SPEEDUP else None
 
 
 @cache

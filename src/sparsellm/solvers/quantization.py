@@ -26,7 +26,7 @@ DAMPING = 0.01
 SWEEPS = 8
 """Passes of coordinate descent; more lower the error by less than a hundredth."""
 
-REFIT_STEPS = 50
+ROUNDING_STEPS = 50
 """Conjugate gradient steps toward the best weights without rounding."""
 
 MAX_BUDGET = 2**22
@@ -202,8 +202,8 @@ def round_compensated(
     Follows Behdin et al., QuantEase: optimization-based quantization for language models (2023), Algorithm 1. Departs from it:
     on a support, with scales that are updated too, and without its relaxed steps.
 
-    Cost: a factorisation of (in, in), and `SWEEPS` + 2 products of (out, in) by (in, in); up to `REFIT_STEPS` more if the start
-    is not the best one.
+    Cost: a factorisation of (in, in), and `SWEEPS` + 2 products of (out, in) by (in, in); up to `ROUNDING_STEPS` more if the
+    start is not the best one.
 
     Args:
         target: T, (out, in).
@@ -217,7 +217,7 @@ def round_compensated(
     """
     target, gram = target.float(), add_diagonal(gram.float(), DAMPING)
     best = conjugate_gradient_refit(
-        (target if start is None else start.float()) * mask, target, gram, keep=mask, steps=REFIT_STEPS, tolerance=1e-5
+        (target if start is None else start.float()) * mask, target, gram, keep=mask, steps=ROUNDING_STEPS, tolerance=1e-5
     )
     rounded = gptq(best, gram, format, mask=mask)
     descent = _Descent(rounded, target, gram, mask)

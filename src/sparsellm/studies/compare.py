@@ -19,25 +19,25 @@ from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.report import Report, When, load_report
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.studies.measures import Figure, capitalized, figure_of, measures, short_names
-from sparsellm.studies.ranking import Ranking, rank
+from sparsellm.studies.ranking import Ranking, rank_figures
 from sparsellm.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
 
-WEIGHTS = (".safetensors", ".bin")
+WEIGHT_FILES = (".safetensors", ".bin")
 """Endings of the files that count as the size of a model."""
 
-LAYERS, COLUMNS = 5, 6
+TABLE_LAYERS, COLUMNS = 5, 6
 """Layers in the table of errors, and the most runs that it has columns for."""
 
 SAME_TEXT = 0.01
 """Dense perplexities that differ by more than this fraction are those of different texts."""
 
-UNKNOWN = "difference without a known error (measured on other sequences, on one, or by an earlier version)"
+UNKNOWN_ERROR = "difference without a known error (measured on other sequences, on one, or by an earlier version)"
 """How differences are introduced whose error cannot be computed."""
 
 Table = tuple[list[str], list[list[str]]]
 """Head and lines of a table."""
 
-Sequences = tuple[str, int | None, int | None, int | None]
+MeasuredOn = tuple[str, int | None, int | None, int | None]
 """What a perplexity was measured on: name of the text, number of sequences, tokens of the longest and of all."""
 
 
@@ -72,10 +72,10 @@ class ComparedRun:
     def weights(self) -> dict[str, str]:
         """Digests of the dense model's weight files by name; empty if they are not known."""
         files = self.report.inputs.get(self.report.recipe.model, {})
-        return {name: text for name, text in files.items() if name.endswith(WEIGHTS)}
+        return {name: text for name, text in files.items() if name.endswith(WEIGHT_FILES)}
 
     @property
-    def perplexities(self) -> dict[Sequences, dict[When, Perplexity]]:
+    def perplexities(self) -> dict[MeasuredOn, dict[When, Perplexity]]:
         """Dense and pruned perplexity, by what they were measured on."""
         return {
             (PurePath(text).name, figure.windows, figure.length, figure.tokens): pair
@@ -88,11 +88,11 @@ class ComparedRun:
         return next((files for name, files in self.report.inputs.items() if PurePath(name).name == text), {})
 
     @property
-    def figures(self) -> dict[Sequences | str, Figure]:
+    def figures(self) -> dict[MeasuredOn | str, Figure]:
         """What was measured of the pruned and the dense model: on texts by their sequences, on tasks by their names."""
         on_texts = {key: figure_of(pair) for key, pair in self.perplexities.items() if "pruned" in pair}
         on_tasks = {task: figure_of(pair) for task, pair in self.report.tasks.items() if "pruned" in pair}
-        return dict(chain[tuple[Sequences | str, Figure]](on_texts.items(), on_tasks.items()))
+        return dict(chain[tuple[MeasuredOn | str, Figure]](on_texts.items(), on_tasks.items()))
 
     @property
     def errors(self) -> dict[str, float]:
@@ -145,14 +145,14 @@ class Comparison:
         shown |= {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
         return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
 
-    def rankings(self) -> dict[Sequences | str, Ranking[str]]:
+    def rankings(self) -> dict[MeasuredOn | str, Ranking[str]]:
         """The best run on each text and task on which several runs were measured, and how the others differ from it."""
         figures = [(run.name, run.figures) for run in self.runs]
         keys = dict.fromkeys(key for _, by_key in figures for key in by_key)
-        found = {key: rank({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
+        found = {key: rank_figures({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
         return {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
 
-    def _differences(self, keys: Sequence[Sequences | str]) -> Table:
+    def _differences(self, keys: Sequence[MeasuredOn | str]) -> Table:
         """How the runs differ from the best one, on each text and task, which is called so only if it is measurable."""
         rankings = self.rankings()
         kept = [key for key in keys if key in rankings]
@@ -175,7 +175,7 @@ class Comparison:
         for name in dict.fromkeys(name for errors in by_run for name in errors):
             values = [errors[name] for errors in by_run if 0 < errors.get(name, 0) < math.inf]
             spread[name] = max(values) / min(values) if len(values) > 1 else 1.0
-        worst = sorted((name for name in spread if spread[name] > 1), key=lambda name: -spread[name])[:LAYERS]
+        worst = sorted((name for name in spread if spread[name] > 1), key=lambda name: -spread[name])[:TABLE_LAYERS]
         return [[name, *(f"{errors[name]:.3g}" if name in errors else "dense" for errors in by_run)] for name in worst]
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,14 +257,14 @@ def _read(path: Path, name: str, open_cells: list[str]) -> Iterator[ComparedRun]
 
 def _bytes(path: Path, report: Report) -> int:
     """Size of the weight files that a report lists."""
-    files = [path / file for file in report.files if file.endswith(WEIGHTS)]
+    files = [path / file for file in report.files if file.endswith(WEIGHT_FILES)]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[str]:
     """What limits a comparison: other sequences or texts, other definitions of the error, unfinished cells."""
-    sequences: dict[str, set[Sequences]] = {}
-    values: dict[Sequences, list[float]] = {}
+    sequences: dict[str, set[MeasuredOn]] = {}
+    values: dict[MeasuredOn, list[float]] = {}
     for run in runs:
         for key, pair in run.perplexities.items():
             sequences.setdefault(key[0], set()).add(key)
@@ -292,7 +292,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
 
 def _differences_from_dense(runs: Sequence[ComparedRun]) -> Iterator[str]:
     """The runs whose difference from the dense model is not measurable, and those where its error is unknown."""
-    for measurable, words in ((False, NOT_MEASURABLE), (None, UNKNOWN)):
+    for measurable, words in ((False, NOT_MEASURABLE), (None, UNKNOWN_ERROR)):
         names: dict[str, list[str]] = {}
         for run in runs:
             for key, figure in run.figures.items():
@@ -307,7 +307,7 @@ def _measured(figure: Figure | None) -> str:
     return figure.measured if figure else "-"
 
 
-def _column_names(keys: Sequence[Sequences]) -> list[str]:
+def _column_names(keys: Sequence[MeasuredOn]) -> list[str]:
     """The headings of columns of perplexities: the text, with the number and length of its sequences if there are others."""
     texts = [text for text, *_ in keys]
     return [text if texts.count(text) == 1 else f"{text}, {windows} x {length}" for text, windows, length, _ in keys]

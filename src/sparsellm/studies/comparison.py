@@ -10,11 +10,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.studies.measures import OF_RUN, Figure, capitalized, error_legend, mean_over_seeds, measures, spoken
-from sparsellm.studies.sweep_cells import Sweep, in_words
+from sparsellm.studies.sweep_cells import Sweep, labels_in_words
 from sparsellm.studies.sweep_runner import Outcome
 from sparsellm.texts.json_files import durable, strict_json
 
-SEED = "seed"
+SEED_AXIS = "seed"
 """The axis of repetitions: a row of the table is the mean over its cells."""
 
 
@@ -39,7 +39,7 @@ def table(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Row]:
     """One row for each combination of labels, with the mean over seeds and its standard error."""
     groups: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
     for outcome in outcomes:
-        key = tuple((axis, label) for axis, label in outcome.cell.labels.items() if axis != SEED)
+        key = tuple((axis, label) for axis, label in outcome.cell.labels.items() if axis != SEED_AXIS)
         groups.setdefault(key, []).append(outcome)
     rows = []
     for key, cells in groups.items():
@@ -75,7 +75,7 @@ def to_json(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> d
 
 def to_csv(sweep: Sweep, rows: Sequence[Row]) -> str:
     """One line for each figure: labels, measure, the number of seeds, and the entries of `Figure.to_dict`."""
-    axes = [axis for axis in sweep.axes if axis != SEED]
+    axes = [axis for axis in sweep.axes if axis != SEED_AXIS]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*axes, "measure", "seeds", *Figure(0.0).to_dict()])
@@ -94,7 +94,7 @@ def grid(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]
     """
     names = shown_measures(rows)
     rows = _with_dense(sweep, rows)
-    axes = [axis for axis in sweep.axes if axis not in (SEED, sweep.columns)] or [""]
+    axes = [axis for axis in sweep.axes if axis not in (SEED_AXIS, sweep.columns)] or [""]
     if sweep.columns is None:
         return [*axes, *map(spoken, names)], [[*_left(row, axes), *(_cell(row, name) for name in names)] for row in rows]
     labels = sweep.axes[sweep.columns]
@@ -121,7 +121,7 @@ def _with_dense(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     It has the labels on which the dense figures depend, such as the model and the sequence length, and "dense" on another axis.
     """
     with_dense = [(row, {name: x.dense for name, x in row.figures.items() if x.dense}) for row in rows]
-    kept = [axis for axis in sweep.axes if axis != SEED]
+    kept = [axis for axis in sweep.axes if axis != SEED_AXIS]
     for axis in reversed(kept):
         fewer = [other for other in kept if other != axis]
         values = {(*_left(row, fewer), str([f"{x.value:.6g}" for x in dense.values()])) for row, dense in with_dense if dense}
@@ -175,7 +175,7 @@ def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     lines += [sweep.ignored] if sweep.ignored else []
     if sweep.smoke:
         lines.append("This is the small form of the sweep, for a trial run: its values cannot be compared with published ones.")
-    if missing := [f"{in_words(row.labels)} ({row.trouble})" for row in rows if row.trouble]:
+    if missing := [f"{labels_in_words(row.labels)} ({row.trouble})" for row in rows if row.trouble]:
         lines.append(f"Missing or incomplete: {'; '.join(missing)}.")
     return lines
 

@@ -42,12 +42,12 @@ SPARSITY = "80%"
 SAMPLES = 32
 """Calibration sequences: a quarter of the default, to keep the comparison short."""
 
-TOKENS = 16
+DEMO_TOKENS = 16
 """Tokens decoded in each measurement of the packed model's speed."""
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One row of the comparison.
 
     Attributes:
@@ -65,7 +65,7 @@ class Row:
     change: Difference | None = None
 
 
-def demonstrate(family: str, output: str | Path | None, observe: Observer) -> list[Row]:
+def demonstrate(family: str, output: str | Path | None, observe: Observer) -> list[DemoRow]:
     """Prune a bundled model by every method and evaluate each result on held-out text.
 
     Args:
@@ -86,7 +86,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     progress = advance_by("sequence", observe)
     model = checkpoint.load()
     dense = measured(model, tests, "demo", progress=progress)
-    rows = [Row("dense", dense.value, dense.standard_error, 0.0, 0.0)]
+    rows = [DemoRow("dense", dense.value, dense.standard_error, 0.0, 0.0)]
     for number, (method, recipe) in enumerate(recipes.items(), 2):
         observe(NextRun(number, 1 + len(recipes), method))
         result = prune_run(recipe, partial(_observe_run, observe))
@@ -94,7 +94,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
         pruned = measured(result.model, tests, "demo", progress=progress)
         report = result.report
         seconds, change = report.seconds[PRUNING], pruned.against(dense)
-        rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
+        rows.append(DemoRow(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
         if method == "sparsellm" and output is not None:
             report.perplexity["demo"] = {"dense": dense, "pruned": pruned}
             observe(Stage(WRITING))
@@ -112,7 +112,7 @@ def measure_packed(output: str | Path) -> Bench:
     with TemporaryDirectory() as folder:
         packed = Path(folder) / "packed"
         pack(output, packed)
-        measured_speed = measure_bench(packed, None, batches=(1,), threads=(torch.get_num_threads(),), tokens=TOKENS)
+        measured_speed = measure_bench(packed, None, batches=(1,), threads=(torch.get_num_threads(),), tokens=DEMO_TOKENS)
     return replace(measured_speed, model=str(output))
 
 

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 INK, FAINT = "#22262e", "#c9ced6"
 """Colours of text and axes, and of grid lines. An HTML page replaces them by its own colours, light or dark."""
 
-WIDTH = 4.4
+FIGURE_WIDTH = 4.4
 """Width of a figure in inches whose content needs no more, about that of a phone's screen."""
 
 COLOURS = ("#3d85c6", "#e08214", "#3a9a5b", "#c2559d", "#8c6bb1", "#a6761d", "#d1495b", "#5b9aa0")
 """Colours of lines and bars, distinct on white and on black and with most colour vision deficiencies."""
 
-SCALES = {"error": "YlOrRd", "sparsity": "PuBu", "measure": "YlGn", "block": "viridis"}
+COLOR_MAPS = {"error": "YlOrRd", "sparsity": "PuBu", "measure": "YlGn", "block": "viridis"}
 """Colour maps, one for each kind of value."""
 
-MARKS = {"minimum": "▼", "maximum": "▲"}
+BOUND_MARKS = {"minimum": "▼", "maximum": "▲"}
 """Marks of layers whose sparsity is at a bound of the allocation."""
 
 NUMBERED = 12
@@ -120,7 +120,7 @@ def plain_numbers(axes: Axes) -> None:
 
 def bar_figure(names: Sequence[str], seconds: Sequence[float]) -> Figure:
     """Horizontal bars of durations, from top to bottom."""
-    figure = new_figure(WIDTH, 0.8 + 0.3 * len(names))
+    figure = new_figure(FIGURE_WIDTH, 0.8 + 0.3 * len(names))
     axes = figure.subplots()
     bars = axes.barh(
         range(len(names)), [value if math.isfinite(value) else math.nan for value in seconds], 0.65, color=COLOURS[0]
@@ -151,7 +151,7 @@ def heat_map(
         rows: Labels of the rows, from top to bottom.
         columns: Labels of the columns; about twelve of them are shown.
         labels: Labels of the columns and of the values.
-        kind: Kind of the values, a key of `SCALES`.
+        kind: Kind of the values, a key of `COLOR_MAPS`.
         texts: Text of each cell. With more than `NUMBERED` columns only the marks in it are shown.
     """
     from matplotlib import colormaps
@@ -159,14 +159,14 @@ def heat_map(
     numbered = len(columns) <= NUMBERED
     lines = max((text.count("\n") + 1 for line in texts for text in line), default=1) if numbered else 1
     width = 2.4 + max((0.5 if numbered else 0.16) * len(columns), 0.07 * max(map(len, columns)))
-    figure = new_figure(min(10.0, max(WIDTH, width)), 1.2 + (0.28 + 0.14 * (lines - 1)) * len(rows))
+    figure = new_figure(min(10.0, max(FIGURE_WIDTH, width)), 1.2 + (0.28 + 0.14 * (lines - 1)) * len(rows))
     axes = figure.subplots()
-    mesh = axes.pcolormesh(cells, norm=norm, cmap=SCALES[kind], edgecolors="face")
+    mesh = axes.pcolormesh(cells, norm=norm, cmap=COLOR_MAPS[kind], edgecolors="face")
     for y, (line, words) in enumerate(zip(cells, texts, strict=True)):
         for x, (value, text) in enumerate(zip(line, words, strict=True)):
-            shown = text if numbered else "".join(mark for mark in MARKS.values() if mark in text)
+            shown = text if numbered else "".join(mark for mark in BOUND_MARKS.values() if mark in text)
             if shown and math.isfinite(value):
-                red, green, blue, _ = colormaps[SCALES[kind]](norm(value))
+                red, green, blue, _ = colormaps[COLOR_MAPS[kind]](norm(value))
                 light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.55
                 axes.text(x + 0.5, y + 0.5, shown, size=8, ha="center", va="center", color="black" if light else "white")
     axes.set_yticks([number + 0.5 for number in range(len(rows))], rows)

@@ -222,16 +222,16 @@ def report(
             raise InvalidSetting("A comparison has no plots for `figures`. Leave it out, or report one run at a time.")
         comparison = read_comparison(runs)
         if output:
-            write_files({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
+            write_pages({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
         return comparison
     run = runs.folder if isinstance(runs, Outcomes) else runs
     if not isinstance(run, Result):
         check_results(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
     file = local_path(output or f"{page_name(run)}.html")
-    check_files([file], overwrite=overwrite)
+    check_pages([file], overwrite=overwrite)
     page, plots = report_page(run)
-    write_files({file: page.encode()} | (figure_files(plots, figures) if figures else {}), overwrite=overwrite)
+    write_pages({file: page.encode()} | (figure_files(plots, figures) if figures else {}), overwrite=overwrite)
     return file
 
 
@@ -284,7 +284,7 @@ def bench(
         measured = measure_bench(packed, against, batches=batches, threads=counts, tokens=tokens, observe=observe)
     if output:
         command = bench_command(packed, against, batches=batches, threads=counts, tokens=tokens)
-        write_files({local_path(output): speed_page(measured, command).encode()}, overwrite=overwrite)
+        write_pages({local_path(output): speed_page(measured, command).encode()}, overwrite=overwrite)
     if record:
         record_speed(packed, measured)
     return measured
@@ -297,21 +297,21 @@ def _check_page(output: str | Path | None, *, overwrite: bool, otherwise: str = 
     if not isinstance(output, (str, Path)) or local_path(output).is_dir():
         got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
         raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write{otherwise}.")
-    check_files([local_path(output)], overwrite=overwrite)
+    check_pages([local_path(output)], overwrite=overwrite)
 
 
-MARKS = (
+OWN_MARKS = (
     b'<meta name="generator" content="sparsellm">',
     b"<dc:title>sparsellm</dc:title>",
     b"Software\0sparsellm",
 )
 """What HTML, SVG and PNG files hold near their start that this package wrote."""
 
-HEAD = 4096
+HEAD_BYTES = 4096
 """Bytes at the start of a file in which a mark stands."""
 
 
-def check_files(files: Iterable[Path], *, overwrite: bool) -> None:
+def check_pages(files: Iterable[Path], *, overwrite: bool) -> None:
     """Check that pages or plots can be written.
 
     Args:
@@ -335,9 +335,9 @@ def check_files(files: Iterable[Path], *, overwrite: bool) -> None:
             )
 
 
-def write_files(contents: Mapping[Path, bytes], *, overwrite: bool) -> None:
-    """Write pages or plots once all of them are checked as `check_files` does, in new folders if need be."""
-    check_files(contents, overwrite=overwrite)
+def write_pages(contents: Mapping[Path, bytes], *, overwrite: bool) -> None:
+    """Write pages or plots once all of them are checked as `check_pages` does, in new folders if need be."""
+    check_pages(contents, overwrite=overwrite)
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         durable(file, content)
@@ -348,5 +348,5 @@ def _is_ours(file: Path) -> bool:
     if file.is_symlink() or not file.is_file():
         return False
     with file.open("rb") as stream:
-        head = stream.read(HEAD)
-    return any(mark in head for mark in MARKS)
+        head = stream.read(HEAD_BYTES)
+    return any(mark in head for mark in OWN_MARKS)

@@ -13,10 +13,10 @@ from sparsellm.evaluation.differences import Deviations, Difference, difference,
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, is_fraction, mean, measure_of
 from sparsellm.pipeline.report import PrunedReport, Report, When
 
-BITS = "bits a weight"
+BITS_A_WEIGHT = "bits a weight"
 """The measure of what the pruned layers take when they are packed; for rounded ones."""
 
-OF_RUN = ("sparsity", BITS, "seconds", "seconds per block")
+OF_RUN = ("sparsity", BITS_A_WEIGHT, "seconds", "seconds per block")
 """Measures that no text or task belongs to."""
 
 
@@ -120,7 +120,7 @@ def measures(report: Report) -> dict[str, Figure]:
     figures = evaluations(report)
     figures["sparsity"] = Figure(report.totals.sparsity_of_pruned_layers, share=True)
     if report.totals.bits_of_pruned_layers is not None:
-        figures[BITS] = Figure(report.totals.bits_of_pruned_layers)
+        figures[BITS_A_WEIGHT] = Figure(report.totals.bits_of_pruned_layers)
     seconds = sum(block.seconds for block in report.blocks)  # includes blocks that an earlier process finished
     figures["seconds"] = Figure(seconds)
     if report.blocks:

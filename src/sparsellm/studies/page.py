@@ -32,10 +32,10 @@ from sparsellm.studies.compare import Comparison, Table
 from sparsellm.studies.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.studies.figures import Plot, style
 from sparsellm.studies.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
-from sparsellm.studies.ranking import claim, rank
+from sparsellm.studies.ranking import claim, rank_figures
 from sparsellm.studies.run_plots import at_bound, run_plots
 from sparsellm.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
-from sparsellm.studies.sweep_cells import Sweep, in_words
+from sparsellm.studies.sweep_cells import Sweep, labels_in_words
 from sparsellm.studies.sweep_plots import sweep_plots
 from sparsellm.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
 from sparsellm.texts.paths import local_path
@@ -330,8 +330,8 @@ def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]
     by_place: dict[tuple[str, str], dict[str, Figure]] = {}
     for row in (row for row in rows if measure in row.figures):
         key = row.labels.get("model", models(sweep)[0]), row.labels.get("sparsity", "")
-        by_place.setdefault(key, {})[in_words(row.labels, ("model", "sparsity"))] = row.figures[measure]
-    best = {key: ranking for key, figures in by_place.items() if (ranking := rank(figures))}
+        by_place.setdefault(key, {})[labels_in_words(row.labels, ("model", "sparsity"))] = row.figures[measure]
+    best = {key: ranking for key, figures in by_place.items() if (ranking := rank_figures(figures))}
     for model in dict.fromkeys(model for model, _ in best):
         rankings = {sparsity: x for (other, sparsity), x in best.items() if other == model}
         places: dict[str, list[str]] = {}

@@ -44,7 +44,7 @@ class Ranking(Generic[Name]):
         return [name for name, x in self.differences.items() if (x.is_measurable if x else None) is measurable]
 
 
-def rank(figures: Mapping[Name, Figure]) -> Ranking[Name] | None:
+def rank_figures(figures: Mapping[Name, Figure]) -> Ranking[Name] | None:
     """Compare figures of one measure; None if none is finite. Of equal ones the first is the best."""
     finite = {name: figure for name, figure in figures.items() if math.isfinite(figure.value)}
     if not finite:

@@ -12,7 +12,16 @@ from sparsellm.methods import BlockResult, LayerResult, TrainingResult
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.training_outcome import WHOLE_MODEL
 from sparsellm.solvers.patterns import Unstructured
-from sparsellm.studies.figures import MARKS, SCALES, WIDTH, Plot, bar_figure, heat_map, new_figure, plain_numbers
+from sparsellm.studies.figures import (
+    BOUND_MARKS,
+    COLOR_MAPS,
+    FIGURE_WIDTH,
+    Plot,
+    bar_figure,
+    heat_map,
+    new_figure,
+    plain_numbers,
+)
 from sparsellm.studies.measures import short_names, value_with_error
 
 if TYPE_CHECKING:
@@ -47,7 +56,7 @@ def searched(report: Report) -> Plot | None:
         return None
     name = short_names(points[0][0].perplexity or points[0][0].accuracy)
     label = f"{'perplexity' if points[0][0].perplexity else 'accuracy'} on {next(iter(name.values()))}"
-    figure = new_figure(WIDTH, 3.0)
+    figure = new_figure(FIGURE_WIDTH, 3.0)
     axes = figure.subplots()
     for effort in dict.fromkeys(x.effort for x, _ in points):
         xy = [(100 * x.sparsity, value) for x, value in points if x.effort == effort and math.isfinite(value)]
@@ -93,7 +102,7 @@ def _layer_map(
     scale, unit = (100, " %") if field == "sparsity" else (1, "")
     by_block = [{layer.name.removeprefix(f"{block.name}."): layer for layer in block.layers} for block in blocks]
     layers = sorted((layer for by_kind in by_block for layer in by_kind.values()), key=attrgetter(field))
-    marks = {name: MARKS[bound] for name, bound in at_bound(layers).items()} if field == "sparsity" else {}
+    marks = {name: BOUND_MARKS[bound] for name, bound in at_bound(layers).items()} if field == "sparsity" else {}
     kinds = list(dict.fromkeys(kind for by_kind in by_block for kind in by_kind))
     columns = zip(blocks, by_block, strict=True)
     indices = [block.name if block.name in x else str(block.index) for block, x in columns]  # the head is its own layer
@@ -103,7 +112,7 @@ def _layer_map(
     title = f"{field.capitalize()} of each layer"
     text = f"{title}, {sum(map(str.isdigit, indices))} blocks by {len(kinds)} kinds of layer: from {extremes}."
     if marks:
-        at_bounds = (f"{list(marks.values()).count(mark)} at its {bound} ({mark})" for bound, mark in MARKS.items())
+        at_bounds = (f"{list(marks.values()).count(mark)} at its {bound} ({mark})" for bound, mark in BOUND_MARKS.items())
         text += f" The allocation has {' and '.join(at_bounds)}."
     rows = [[index, *column] for index, column in zip(indices, zip(*texts, strict=True), strict=True)]
     figure = heat_map(cells, kinds, indices, labels=("block", label), kind=field, texts=texts, norm=norm)
@@ -138,12 +147,12 @@ def convergence(blocks: Sequence[BlockResult]) -> Plot | None:
         text += " Algorithm 1 minimizes its objective, not this error, which may rise."
     if "round" in kinds:
         text += " The last step rounds the weights to integers, which may raise it."
-    figure = new_figure(7.0 if len(measures) > 1 else WIDTH, 3.0)
+    figure = new_figure(7.0 if len(measures) > 1 else FIGURE_WIDTH, 3.0)
     for axes, (field, label) in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures.items(), strict=True):
         for number, (index, steps) in enumerate(series.items()):
             values = [getattr(step, field) for step in steps]
             if None not in values:
-                colour = colormaps[SCALES["block"]](0.25 + 0.65 * number / max(len(series) - 1, 1))
+                colour = colormaps[COLOR_MAPS["block"]](0.25 + 0.65 * number / max(len(series) - 1, 1))
                 axes.plot(range(1, len(values) + 1), values, marker="o", color=colour, label=f"block {index}")
         axes.set_yscale("log")
         plain_numbers(axes)
@@ -202,10 +211,10 @@ def training_curves(report: Report) -> Plot | None:
     if unchanged:
         none = "No step lowered it" + (f" for {', '.join(unchanged)}" if len(unchanged) < len(trainings) else "")
         text += f" {none}: these weights are unchanged."
-    figure = new_figure(WIDTH, 3.0)
+    figure = new_figure(FIGURE_WIDTH, 3.0)
     axes = figure.subplots()
     for number, (name, training) in enumerate(trainings.items()):
-        colour = colormaps[SCALES["block"]](0.25 + 0.65 * number / max(len(trainings) - 1, 1))
+        colour = colormaps[COLOR_MAPS["block"]](0.25 + 0.65 * number / max(len(trainings) - 1, 1))
         held_out = [(x.step, x.held_out) for x in training.curve if math.isfinite(x.held_out)]
         axes.plot(*zip(*held_out, strict=True), marker="o", color=colour, label=f"{name}, held-out")
         trained = [(x.step, x.training) for x in training.curve if x.training is not None and math.isfinite(x.training)]

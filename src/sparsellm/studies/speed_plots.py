@@ -6,9 +6,9 @@ from sparsellm.errors import plural
 from sparsellm.pipeline.decoding import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.studies.figures import COLOURS, INK, WIDTH, Plot, new_figure
+from sparsellm.studies.figures import COLOURS, FIGURE_WIDTH, INK, Plot, new_figure
 
-HEAD = ["form", "sequences", "tokens/s", "× torch", "× ceiling", "prefill/s", "memory"]
+SPEED_COLUMNS = ["form", "sequences", "tokens/s", "× torch", "× ceiling", "prefill/s", "memory"]
 
 LEGEND = (
     "tokens/s: tokens decoded a second, of all sequences together.",
@@ -23,7 +23,7 @@ def speed_tables(bench: Bench) -> dict[str, tuple[list[str], list[list[str]]]]:
     tables = {}
     for threads, bandwidth in bench.bandwidth.items():
         title = f"{threads} {'thread reads' if threads == 1 else 'threads read'} {bandwidth / 1e9:.1f} GB/s of dense weights"
-        tables[title] = (HEAD, [_cells(bench, speed) for speed in bench.speeds if speed.threads == threads])
+        tables[title] = (SPEED_COLUMNS, [_cells(bench, speed) for speed in bench.speeds if speed.threads == threads])
     return tables
 
 
@@ -53,7 +53,7 @@ def speed_plot(bench: Bench) -> Plot:
     groups = list(dict.fromkeys((speed.threads, speed.batch) for speed in bench.speeds))
     forms = list(dict.fromkeys(speed.form for speed in bench.speeds if speed.form != CEILING))
     speeds = {(x.threads, x.batch, x.form): x for x in bench.speeds}
-    figure = new_figure(WIDTH, 0.6 + (0.35 + 0.3 * len(forms)) * len(groups))
+    figure = new_figure(FIGURE_WIDTH, 0.6 + (0.35 + 0.3 * len(forms)) * len(groups))
     for axes, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, strict=True):
         values = [speeds[*group, form].decode for form in forms]
         bars = axes.barh(range(len(forms)), values, 0.65, color=[COLOURS[2 if form == PACKED else 0] for form in forms])

@@ -25,10 +25,10 @@ class Cell(BaseModel, frozen=True):
     @property
     def name(self) -> str:
         """All labels as text."""
-        return in_words(self.labels)
+        return labels_in_words(self.labels)
 
 
-def in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
+def labels_in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
     """Labels as text, numbers with the name of their axis. `without`: axes to leave out."""
     items = ((axis, label) for axis, label in labels.items() if axis not in without)
     return ", ".join(f"{axis} {label}" if re.fullmatch(r"[\d.]+", label) else label for axis, label in items)

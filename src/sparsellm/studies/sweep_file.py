@@ -14,7 +14,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import fields_of_others
 from sparsellm.pipeline.recipe_file import explain, read_recipe
-from sparsellm.studies.sweep_cells import Cell, Published, Sweep, check_known, in_words, known_label, label_of, written
+from sparsellm.studies.sweep_cells import Cell, Published, Sweep, check_known, known_label, label_of, labels_in_words, written
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping, read_value
 
@@ -186,7 +186,7 @@ def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequ
         try:
             recipe = read_recipe({name: value for name, value in fields.items() if name not in unused})
         except InvalidSetting as error:
-            error.add_note(f"in the cell {in_words(labels)}; `leave_out:` removes cells from a sweep")
+            error.add_note(f"in the cell {labels_in_words(labels)}; `leave_out:` removes cells from a sweep")
             raise
         for name in unused:
             methods.setdefault(name, {})[f"{recipe.method}{' as published' if recipe.as_published else ''}"] = None

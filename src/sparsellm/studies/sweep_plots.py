@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsellm.pipeline.report import Report
 from sparsellm.solvers.patterns import NM, parse_pattern
-from sparsellm.studies.comparison import SEED, Row, models
-from sparsellm.studies.figures import COLOURS, INK, WIDTH, Plot, bar_figure, heat_map, new_figure, plain_numbers
-from sparsellm.studies.measures import BITS, Figure, capitalized, headlines, spoken
-from sparsellm.studies.sweep_cells import Cell, Sweep, in_words
+from sparsellm.studies.comparison import SEED_AXIS, Row, models
+from sparsellm.studies.figures import COLOURS, FIGURE_WIDTH, INK, Plot, bar_figure, heat_map, new_figure, plain_numbers
+from sparsellm.studies.measures import BITS_A_WEIGHT, Figure, capitalized, headlines, spoken
+from sparsellm.studies.sweep_cells import Cell, Sweep, labels_in_words
 from sparsellm.studies.sweep_runner import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as MatplotlibFigure
 
-PANELS = 3
+PANELS_A_ROW = 3
 """Panels in a row of a figure."""
 
 OF_GRID = ("alpha", "beta")
@@ -50,14 +50,17 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
     best: dict[str, tuple[float, str]] = {}
     for row in (row for row in rows if measure in row.figures):
         figure, label = row.figures[measure], row.labels[axis]
-        model, kind = row.labels.get("model", models(sweep)[0]), in_words(row.labels, (axis, SEED, "model")) or "all"
+        model, kind = (
+            row.labels.get("model", models(sweep)[0]),
+            labels_in_words(row.labels, (axis, SEED_AXIS, "model")) or "all",
+        )
         x, scale = axis_value(axis, label), 100 if figure.share else 1
         # The line passes through unstructured patterns only.
         joined = not (axis == "sparsity" and isinstance(parse_pattern(label), NM))
         error, published = (None if y is None else scale * y for y in (figure.standard_error, figure.published))
-        lines.setdefault((model, kind), []).append(Point(x, scale * figure.value, error, published, joined))
+        lines.setdefault((model, kind), []).append(PlotPoint(x, scale * figure.value, error, published, joined))
         if figure.dense:
-            lines.setdefault((model, DENSE), []).append(Point(x, scale * figure.dense.value))
+            lines.setdefault((model, DENSE_LABEL), []).append(PlotPoint(x, scale * figure.dense.value))
         cells = [figure.dense.measured if figure.dense else "", figure.measured, figure.change_text]
         cells.append("" if published is None else f"{published:g}")
         table.setdefault((model, kind), []).append([model, kind, label, *cells])
@@ -73,7 +76,7 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
     def set_ticks(axes: Axes) -> None:
         axes.set_xticks(list(ticks), list(ticks.values()), rotation=45 if len(ticks) > 4 else 0)
 
-    drawing = _drawing(sweep, lines, rows, measure, xlabel=axis, of_line=(axis, SEED, "model"), set_ticks=set_ticks)
+    drawing = _drawing(sweep, lines, rows, measure, xlabel=axis, of_line=(axis, SEED_AXIS, "model"), set_ticks=set_ticks)
     head = ["model", "line", axis, "dense", spoken(measure), "change", "paper"]
     table_rows = [line for lines_of_kind in table.values() for line in lines_of_kind]
     if not any("".join(line[6:]) for line in table_rows):  # the sweep has no published values
@@ -85,31 +88,33 @@ def against_bits(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) 
     """A measure against the stored bits a weight of rounded layers, a line for each kind of cell; None for one point."""
     from matplotlib.ticker import MaxNLocator
 
-    rows = [row for row in rows if measure in row.figures and BITS in row.figures]
-    if len({row.figures[BITS].value for row in rows}) < 2:
+    rows = [row for row in rows if measure in row.figures and BITS_A_WEIGHT in row.figures]
+    if len({row.figures[BITS_A_WEIGHT].value for row in rows}) < 2:
         return None
-    of_line = ("sparsity", "bits", SEED, "model")
+    of_line = ("sparsity", "bits", SEED_AXIS, "model")
     lines: Lines = {}
     table = []
     for row in rows:
-        figure, bits = row.figures[measure], row.figures[BITS].value
-        model, kind = row.labels.get("model", models(sweep)[0]), in_words(row.labels, of_line) or "all"
+        figure, bits = row.figures[measure], row.figures[BITS_A_WEIGHT].value
+        model, kind = row.labels.get("model", models(sweep)[0]), labels_in_words(row.labels, of_line) or "all"
         scale = 100 if figure.share else 1
         error = None if figure.standard_error is None else scale * figure.standard_error
-        lines.setdefault((model, kind), []).append(Point(bits, scale * figure.value, error))
+        lines.setdefault((model, kind), []).append(PlotPoint(bits, scale * figure.value, error))
         if figure.dense:
-            lines.setdefault((model, DENSE), []).append(Point(bits, scale * figure.dense.value))
-        table.append([model, in_words(row.labels, (SEED, "model")), f"{bits:.3f}", figure.measured, figure.change_text])
+            lines.setdefault((model, DENSE_LABEL), []).append(PlotPoint(bits, scale * figure.dense.value))
+        table.append(
+            [model, labels_in_words(row.labels, (SEED_AXIS, "model")), f"{bits:.3f}", figure.measured, figure.change_text]
+        )
 
     def set_ticks(axes: Axes) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5))
 
-    drawing = _drawing(sweep, lines, rows, measure, xlabel=BITS, of_line=of_line, set_ticks=set_ticks)
-    fewest, most = (f"{choose(row.figures[BITS].value for row in rows):.2f}" for choose in (min, max))
+    drawing = _drawing(sweep, lines, rows, measure, xlabel=BITS_A_WEIGHT, of_line=of_line, set_ticks=set_ticks)
+    fewest, most = (f"{choose(row.figures[BITS_A_WEIGHT].value for row in rows):.2f}" for choose in (min, max))
     text = f"{capitalized(spoken(measure))} against the bits a weight of the packed layers, {fewest} to {most}. "
     text += "The dashed line is the dense model. Cells without integers are left out."
-    head = ["model", "cell", BITS, spoken(measure), "change"]
-    return Plot(name, f"{capitalized(spoken(measure))} against {BITS}", text, head, table, drawing)
+    head = ["model", "cell", BITS_A_WEIGHT, spoken(measure), "change"]
+    return Plot(name, f"{capitalized(spoken(measure))} against {BITS_A_WEIGHT}", text, head, table, drawing)
 
 
 def _drawing(
@@ -133,7 +138,7 @@ def _drawing(
     panels = list(dict.fromkeys(panel for panel, _ in lines))
     return line_figure(
         lines,
-        [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)],
+        [panels[first : first + PANELS_A_ROW] for first in range(0, len(panels), PANELS_A_ROW)],
         (3.3, 2.8),
         xlabel=xlabel,
         ylabel=spoken(measure) + (", %" if share else ""),
@@ -144,7 +149,7 @@ def _drawing(
 
 def _kinds(sweep: Sweep, without: Sequence[str]) -> list[str]:
     """The lines of a plot, which have the same colours in each plot of the sweep."""
-    return list(dict.fromkeys(in_words(cell.labels, without) or "all" for cell in sweep.cells))
+    return list(dict.fromkeys(labels_in_words(cell.labels, without) or "all" for cell in sweep.cells))
 
 
 def axis_value(axis: str, label: str) -> float:
@@ -164,7 +169,9 @@ def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> l
     alphas, betas = sweep.axes["alpha"], sweep.axes["beta"]
     by_label: dict[str, dict[tuple[str, str], Figure]] = {}
     for row in (row for row in rows if measure in row.figures):
-        label = ", ".join(filter(None, (", ".join(models(sweep)) * ("model" not in row.labels), in_words(row.labels, OF_GRID))))
+        label = ", ".join(
+            filter(None, (", ".join(models(sweep)) * ("model" not in row.labels), labels_in_words(row.labels, OF_GRID)))
+        )
         by_label.setdefault(label, {})[row.labels["alpha"], row.labels["beta"]] = row.figures[measure]
     finite = [x.value for figures in by_label.values() for x in figures.values() if math.isfinite(x.value)] or [1.0]
     share = any(x.share for figures in by_label.values() for x in figures.values())
@@ -216,7 +223,7 @@ def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | Non
         xlabel="block",
         ylabel="mean relative error",
         series=series,
-        kinds=_kinds(sweep, ("model", "sparsity", SEED)),
+        kinds=_kinds(sweep, ("model", "sparsity", SEED_AXIS)),
         finish=lambda axes: axes.set_yscale("log"),
     )
 
@@ -242,7 +249,7 @@ def by_epoch(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | Non
         xlabel="epoch",
         ylabel="objective, relative",
         series=series,
-        kinds=_kinds(sweep, ("model", "sparsity", SEED)),
+        kinds=_kinds(sweep, ("model", "sparsity", SEED_AXIS)),
         finish=lambda axes: axes.axhline(1.0, color=INK, lw=0.6),
     )
 
@@ -268,8 +275,8 @@ def _series_plot(
         panel = ", ".join(part for part in parts if part)
         if panel not in panels[parts[0]]:
             panels[parts[0]].append(panel)
-        kind = in_words(cell.labels, ("model", "sparsity", SEED)) or "all"
-        lines[panel, kind] = [Point(x, y) for x, y in points.items()]
+        kind = labels_in_words(cell.labels, ("model", "sparsity", SEED_AXIS)) or "all"
+        lines[panel, kind] = [PlotPoint(x, y) for x, y in points.items()]
     positions = sorted({x for _, points in series for x in points})
     table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in positions)] for cell, points in series]
     figure = line_figure(lines, list(panels.values()), (2.2, 2.2), xlabel=xlabel, ylabel=ylabel, kinds=kinds, finish=finish)
@@ -280,7 +287,7 @@ def seconds(sweep: Sweep, rows: Sequence[Row]) -> Plot:
     """Seconds of pruning, the mean over cells whose labels differ in the sparsity only."""
     times: dict[str, list[float]] = {}
     for row in rows:
-        times.setdefault(in_words(row.labels, ("sparsity",)) or sweep.title, []).append(row.figures["seconds"].value)
+        times.setdefault(labels_in_words(row.labels, ("sparsity",)) or sweep.title, []).append(row.figures["seconds"].value)
     means = {name: sum(values) / len(values) for name, values in times.items()}
     slowest = max(means, key=lambda name: means[name])
     text = f"Seconds of pruning, without loading and evaluation; the longest is {means[slowest]:.1f}, {slowest}."
@@ -295,7 +302,7 @@ NAMED = 16
 """The most lines in a legend; figures with more have none."""
 
 
-class Point(NamedTuple):
+class PlotPoint(NamedTuple):
     """A point of a plot.
 
     Attributes:
@@ -309,10 +316,10 @@ class Point(NamedTuple):
     joined: bool = True
 
 
-DENSE = "dense"
+DENSE_LABEL = "dense"
 """Label of the dense model's line."""
 
-Lines = dict[tuple[str, str], list[Point]]
+Lines = dict[tuple[str, str], list[PlotPoint]]
 """Points, by title of the panel and label of the line."""
 
 
@@ -329,7 +336,7 @@ def line_figure(
     """Panels of lines with a common legend.
 
     Args:
-        lines: The points; published values are drawn as larger hollow markers, and the points of `DENSE` as a dashed line.
+        lines: The points; published values are drawn as larger hollow markers, those of `DENSE_LABEL` as a dashed line.
         panels: Titles of the panels, by row.
         kinds: Labels of the lines; a line has the colour of its place among them.
         finish: Called with the axes of each panel after its lines are drawn.
@@ -337,10 +344,10 @@ def line_figure(
     from matplotlib.ticker import MaxNLocator
 
     columns = max(map(len, panels))
-    dense = any(kind == DENSE for _, kind in lines)
+    dense = any(kind == DENSE_LABEL for _, kind in lines)
     shown = len({kind for _, kind in lines})
     legend = 1 < shown <= NAMED
-    figure = new_figure(max(WIDTH, 1.2 + size[0] * columns), 0.6 + size[1] * len(panels) + 0.12 * shown * legend)
+    figure = new_figure(max(FIGURE_WIDTH, 1.2 + size[0] * columns), 0.6 + size[1] * len(panels) + 0.12 * shown * legend)
     grid = figure.subplots(len(panels), columns, squeeze=False, sharey="row")
     handles: dict[str, Any] = {}
     for titles, row in zip(panels, grid, strict=True):
@@ -348,8 +355,8 @@ def line_figure(
             for number, kind in enumerate(kinds):
                 if points := sorted(point for point in lines.get((title, kind), ()) if math.isfinite(point.y)):
                     handles[kind] = _draw_line(axes, points, number)
-            if dense_values := sorted({(x, y) for x, y, *_ in lines.get((title, DENSE), ()) if math.isfinite(y)}):
-                handles[DENSE] = _draw_dense(axes, dense_values)
+            if dense_values := sorted({(x, y) for x, y, *_ in lines.get((title, DENSE_LABEL), ()) if math.isfinite(y)}):
+                handles[DENSE_LABEL] = _draw_dense(axes, dense_values)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(xlabel)
@@ -360,7 +367,7 @@ def line_figure(
     for title, axes in zip((x for titles in panels for x in titles), list(figure.axes), strict=True):
         plain_numbers(axes)
         if dense:
-            values = {y for _, y, *_ in lines.get((title, DENSE), ()) if math.isfinite(y) and y > 0}
+            values = {y for _, y, *_ in lines.get((title, DENSE_LABEL), ()) if math.isfinite(y) and y > 0}
             if len(values) == 1:
                 _add_changes(axes, values.pop(), ylabel.endswith("%"))
     figure.supylabel(ylabel, fontsize=10)
@@ -369,7 +376,7 @@ def line_figure(
     return figure
 
 
-def _draw_line(axes: Axes, points: Sequence[Point], number: int) -> Any:
+def _draw_line(axes: Axes, points: Sequence[PlotPoint], number: int) -> Any:
     """Draw the points of a line, with the colour and marker of its number; returns its handle for the legend."""
     marker = MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]
     style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": marker, "ls": ""}

@@ -56,9 +56,9 @@ class FailedCell:
     traceback: str
 
 
-FINISHED, FAILED = TypeAdapter(FinishedCell).validate_python, TypeAdapter(FailedCell).validate_python
+READ_FINISHED, READ_FAILED = TypeAdapter(FinishedCell).validate_python, TypeAdapter(FailedCell).validate_python
 
-State = Literal["finished", "failed", "at work", "open"]
+CellState = Literal["finished", "failed", "at work", "open"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Outcome:
     """
 
     cell: Cell
-    state: State
+    state: CellState
     report: Report | None = None
     error: str = ""
 
@@ -115,9 +115,9 @@ class CellFolder:
     def outcome(self) -> Outcome:
         """The current state of the cell."""
         if self.result.exists():
-            return Outcome(self.cell, "finished", read_record(self.result, FINISHED, "finished cell of a sweep")[0].report)
+            return Outcome(self.cell, "finished", read_record(self.result, READ_FINISHED, "finished cell of a sweep")[0].report)
         if self.failure.exists():
-            return Outcome(self.cell, "failed", error=read_record(self.failure, FAILED, "failed cell of a sweep")[0].error)
+            return Outcome(self.cell, "failed", error=read_record(self.failure, READ_FAILED, "failed cell of a sweep")[0].error)
         if not self.folder.exists():
             return Outcome(self.cell, "open")
         with self.taken() as acquired:

@@ -11,15 +11,15 @@ import numpy as np
 
 from sparsellm.errors import BadText, first_line
 from sparsellm.texts.large_files import LargeRows, LazyDocuments, Sizes
-from sparsellm.texts.rows import Conversation, Row, document_fields
+from sparsellm.texts.rows import Conversation, FileRow, document_fields
 
-SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+SAVED_FILES, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files of a folder that `save_to_disk` wrote of one data set, and of several splits."""
 
 SPLITS = {"calibration": ("train",), "test": ("test", "validation")}
 """The splits that are read for each purpose, the first that is there."""
 
-BATCH = 1000
+ROWS_A_BATCH = 1000
 
 
 class DataSetRows(LargeRows):
@@ -36,7 +36,7 @@ class DataSetRows(LargeRows):
     def __len__(self) -> int:
         return len(self._data)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> FileRow:
         return f"row {number + 1}", self._data[number]
 
     @cached_property
@@ -45,7 +45,7 @@ class DataSetRows(LargeRows):
         return np.fromiter(self._lengths(), np.int64, len(self._data))
 
     def _lengths(self) -> Iterator[int]:
-        for batch in self._data.iter(BATCH):
+        for batch in self._data.iter(ROWS_A_BATCH):
             for value in batch[self._first]:
                 yield 0 if value is None else len(value if isinstance(value, str) else str(value))
 
@@ -68,7 +68,7 @@ def read_data_set(data: Any, field: str | None, source: str) -> tuple[Sequence[s
 def is_saved(path: Path) -> bool:
     """Whether a path is a folder that `save_to_disk` wrote."""
     try:
-        return (path / SAVED).is_file() or (path / SAVED_SPLITS).is_file()
+        return (path / SAVED_FILES).is_file() or (path / SAVED_SPLITS).is_file()
     except (OSError, ValueError):
         return False
 

@@ -27,7 +27,7 @@ SOURCE = "given in memory"
 
 IDS = ("input_ids",)
 
-EXPECTED = (
+EXPECTED_DATA = (
     "Pass texts, conversations, token ids of shape (samples, length), a dict with `input_ids` and `attention_mask`, a list of "
     "these, a data set or a data loader."
 )
@@ -106,11 +106,11 @@ def read_in_memory(
         else:
             documents += [(position, document) for document in _collated(item, field, what)]
         if sequences and documents:
-            raise BadText(f"{what} holds both token ids and other data ({position}: {type(item).__name__}). {EXPECTED}")
+            raise BadText(f"{what} holds both token ids and other data ({position}: {type(item).__name__}). {EXPECTED_DATA}")
         if limit is not None and len(sequences) + len(documents) >= limit:
             break
     if not sequences and not documents:
-        raise BadText(f"{what} is empty: a {type(data).__name__} without any item. {EXPECTED}")
+        raise BadText(f"{what} is empty: a {type(data).__name__} without any item. {EXPECTED_DATA}")
     if sequences:
         return pad(sequences[:limit])
     texts, conversations, empty = split_documents(what, documents[:limit], field)
@@ -124,7 +124,7 @@ def _items(data: CalibrationData, what: str) -> Iterator[Any]:
     if isinstance(data, (Tensor, Mapping, np.ndarray)):
         return iter([data])
     if isinstance(data, str) or not isinstance(data, Iterable):
-        raise BadText(f"{what} is a {type(data).__name__}. {EXPECTED}")
+        raise BadText(f"{what} is a {type(data).__name__}. {EXPECTED_DATA}")
     return iter(data)
 
 

@@ -21,7 +21,7 @@ from sparsellm.errors import InvalidSetting, SparseLLMError, printable, written_
 
 Value = TypeVar("Value")
 
-MAX_BYTES = 256 * 2**20
+MAX_JSON_BYTES = 256 * 2**20
 """Largest file that is read. A safetensors header has up to 100 MB; indices and reports are smaller."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -52,7 +52,7 @@ def read_json(path: Path, refusal: type[SparseLLMError] = InvalidSetting) -> Any
     """Read a JSON file.
 
     Args:
-        path: A regular file of at most `MAX_BYTES`, in UTF-8.
+        path: A regular file of at most `MAX_JSON_BYTES`, in UTF-8.
         refusal: Exception class to raise.
 
     Raises:
@@ -60,7 +60,7 @@ def read_json(path: Path, refusal: type[SparseLLMError] = InvalidSetting) -> Any
             levels deep, or contains integers beyond `MAX_INTEGER` or lone surrogates; the message names the file.
     """
     try:
-        value = json.loads(decode(read_bytes(path)), object_pairs_hook=build_mapping, parse_int=parse_integer)
+        value = json.loads(decode_utf8(read_bytes(path)), object_pairs_hook=build_mapping, parse_int=parse_integer)
         check_value(value)
     except json.JSONDecodeError as error:
         reason = f"it is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
@@ -99,7 +99,7 @@ def read_record(
     raise refusal(f"{path} is damaged: it is not a {what} ({reason}).")
 
 
-def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
+def read_bytes(path: Path, limit: int | None = MAX_JSON_BYTES) -> bytes:
     """Read a regular file.
 
     Args:
@@ -127,7 +127,7 @@ def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
         raise Unreadable(str(error)) from None
 
 
-def decode(content: bytes) -> str:
+def decode_utf8(content: bytes) -> str:
     """Decode UTF-8 without a byte-order mark; raise Unreadable with the position of the first invalid byte."""
     try:
         return content.removeprefix(BOM).decode("utf-8")

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from sparsellm.errors import BadText
 from sparsellm.texts.json_files import BOM
-from sparsellm.texts.rows import Conversation, Document, Row, document_of
+from sparsellm.texts.rows import Conversation, Document, FileRow, document_of
 
 SHORT = 2**21
 """Characters, or bytes of a file, up to which a text is read and tokenized as a whole, in about two seconds. Of a longer one
 only what is used is read."""
 
-PIECE, SEARCHED = 2**16, 2**12
+PIECE_BYTES, SEARCHED = 2**16, 2**12
 """Bytes of a piece of a large text, and of its end that is searched for the end of a line."""
 
-CHUNK = 2**24
+SEARCHED_BYTES = 2**24
 """Bytes that are searched for line ends at once."""
 
 Read = Callable[[int, int], bytes]
@@ -59,7 +59,7 @@ class LargeRows(ABC):
         return len(self.sizes)
 
     @abstractmethod
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> FileRow:
         """Read a row."""
 
 
@@ -74,7 +74,8 @@ class JsonLines(LargeRows):
     def __init__(self, path: Path, read: Read, size: int) -> None:
         self._path, self._read = path, read
         ends = [
-            np.flatnonzero(np.frombuffer(read(at, min(at + CHUNK, size)), np.uint8) == 10) + at for at in range(0, size, CHUNK)
+            np.flatnonzero(np.frombuffer(read(at, min(at + SEARCHED_BYTES, size)), np.uint8) == 10) + at
+            for at in range(0, size, SEARCHED_BYTES)
         ]
         stops = np.concatenate([*ends, [size]])
         starts = np.concatenate([[0], stops[:-1] + 1])
@@ -82,7 +83,7 @@ class JsonLines(LargeRows):
         self._starts = starts[self._lines]
         self.sizes = (stops - starts)[self._lines]
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> FileRow:
         start = int(self._starts[number])
         line = decode_part(self._path, self._read(start, start + int(self.sizes[number])), start)
         position = int(self._lines[number]) + 1
@@ -99,16 +100,16 @@ class TextPieces(LargeRows):
 
     def __init__(self, path: Path, read: Read, size: int) -> None:
         self._path, self._read, self._size = path, read, size
-        self.sizes = np.diff(np.append(np.arange(0, size, PIECE, dtype=np.int64), size))
+        self.sizes = np.diff(np.append(np.arange(0, size, PIECE_BYTES, dtype=np.int64), size))
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> FileRow:
         start, stop = self._begin(number), self._begin(number + 1)
         text = decode_part(self._path, self._read(start, stop), start).replace("\r\n", "\n")
         return f"byte {start:,}", text
 
     def _begin(self, number: int) -> int:
         """The position of a piece's first byte."""
-        place = min(number * PIECE, self._size)
+        place = min(number * PIECE_BYTES, self._size)
         if place in (0, self._size):
             return place
         following = self._read(place, place + SEARCHED)
@@ -138,7 +139,7 @@ class TableRows(LargeRows):
         if "string" in str(column.type):
             self.sizes = np.nan_to_num(compute.binary_length(column).to_numpy(zero_copy_only=False)).astype(np.int64)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> FileRow:
         return f"row {number + 1}", self._table.slice(number, 1).to_pylist()[0]
 
 

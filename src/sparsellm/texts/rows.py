@@ -10,7 +10,7 @@ from typing import Any
 from sparsellm.errors import BadText
 from sparsellm.texts.json_files import is_text
 
-Row = tuple[str, object]
+FileRow = tuple[str, object]
 """Position in a file ("line 3") and value."""
 
 FORMS: Sequence[tuple[str, ...]] = (
@@ -39,7 +39,7 @@ ROLES = {
 }
 """Role of a message by its `from` in ShareGPT's form; other names are roles already."""
 
-EXPECTED = "a string, or the messages of a chat, each with `role` and `content`, was expected"
+EXPECTED_ROW = "a string, or the messages of a chat, each with `role` and `content`, was expected"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def document_fields(
     return [*form, *(name for name in further if name in names)]
 
 
-def split_documents(source: str, rows: Iterable[Row], field: str | None) -> tuple[list[str], list[Conversation], int]:
+def split_documents(source: str, rows: Iterable[FileRow], field: str | None) -> tuple[list[str], list[Conversation], int]:
     """Return the texts and the conversations of rows, of which one list is empty, and the number of empty rows.
 
     Args:
@@ -143,7 +143,7 @@ def _document(location: str, value: object, name: str) -> Document | None:
     if isinstance(value, (list, tuple)) and all(isinstance(x, Mapping) and ("role" in x or "from" in x) for x in value):
         return Conversation([_message(x) for x in value])
     place = f"a {type(value).__name__}" + (f" in field {name!r}" if name else "")
-    raise BadText(f"{location} holds {place}; {EXPECTED}.")
+    raise BadText(f"{location} holds {place}; {EXPECTED_ROW}.")
 
 
 def _is_empty(value: object) -> bool:

@@ -14,7 +14,7 @@ from sparsellm.runtime.memory import check_fits
 from sparsellm.texts.large_files import SHORT
 from sparsellm.texts.padding import count_tokens, pad
 from sparsellm.texts.texts import Text
-from sparsellm.texts.tokenized import BOS, CHARACTERS, MARGIN, Documents, TokenizedText
+from sparsellm.texts.tokenized import BOS, CHARACTERS, FURTHER_TOKENS, Documents, TokenizedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -233,7 +233,7 @@ def _draw_from_documents(tokenized: TokenizedText, samples: int, length: int, ge
 
 def _part(document: str, length: int, generator: torch.Generator) -> str:
     """A random part of a document that has several times the tokens of a sequence, or all of a shorter one."""
-    characters = 4 * CHARACTERS * (length + MARGIN)
+    characters = 4 * CHARACTERS * (length + FURTHER_TOKENS)
     if len(document) <= characters:
         return document
     start = int(torch.randint(len(document) - characters, (), generator=generator))

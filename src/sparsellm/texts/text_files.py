@@ -24,7 +24,7 @@ from sparsellm.texts.large_files import (
     file_reader,
     parse_json,
 )
-from sparsellm.texts.rows import Conversation, Row, document_fields, split_documents
+from sparsellm.texts.rows import Conversation, FileRow, document_fields, split_documents
 
 MIB = 2**20
 
@@ -112,7 +112,7 @@ def _decode(path: Path, data: bytes) -> str:
         raise BadText(f"{path} {reason}") from error
 
 
-def _read_txt(path: Path, _: str | None, memory: int | None) -> Iterable[Row] | LargeRows:
+def _read_txt(path: Path, _: str | None, memory: int | None) -> Iterable[FileRow] | LargeRows:
     """Return the whole file as one row; pieces of it if it is large."""
     if path.suffix.lower() != ".gz" and (size := path.stat().st_size) > SHORT:
         return TextPieces(path, file_reader(path), size)
@@ -122,13 +122,13 @@ def _read_txt(path: Path, _: str | None, memory: int | None) -> Iterable[Row] | 
     return [("the file", _decode(path, data))]
 
 
-def _read_raw(path: Path, _: str | None, memory: int | None) -> list[Row]:
+def _read_raw(path: Path, _: str | None, memory: int | None) -> list[FileRow]:
     """Return the lines of a WikiText file with their line ends, blank ones as empty strings; none after the last line end."""
     lines = _decode(path, _bytes(path, memory)).removesuffix("\n").split("\n")
     return [(f"line {number}", f"{line}\n" if line.strip() else "") for number, line in enumerate(lines, 1)]
 
 
-def _read_json(path: Path, _: str | None, memory: int | None) -> list[Row] | LargeRows:
+def _read_json(path: Path, _: str | None, memory: int | None) -> list[FileRow] | LargeRows:
     """Return the entries of a JSON list; or of lines, which some data sets store under this suffix."""
     text = _decode(path, _bytes(path, memory))
     if text.startswith("{") and "\n{" in text:
@@ -139,7 +139,7 @@ def _read_json(path: Path, _: str | None, memory: int | None) -> list[Row] | Lar
     return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _read_jsonl(path: Path, _: str | None, memory: int | None) -> Iterable[Row] | LargeRows:
+def _read_jsonl(path: Path, _: str | None, memory: int | None) -> Iterable[FileRow] | LargeRows:
     """Return the values of lines."""
     if path.suffix.lower() != ".gz" and (size := path.stat().st_size) > SHORT:
         return JsonLines(path, file_reader(path), size)
@@ -149,14 +149,14 @@ def _read_jsonl(path: Path, _: str | None, memory: int | None) -> Iterable[Row] 
     return _lines(path, _decode(path, data))
 
 
-def _lines(path: Path, text: str) -> Iterator[Row]:
+def _lines(path: Path, text: str) -> Iterator[FileRow]:
     """Yield the values of the lines of a JSONL file's text."""
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would split at U+2028 in a JSON string
         if line.strip():
             yield f"line {number}", parse_json(path, line, number)
 
 
-def _read_parquet(path: Path, field: str | None, memory: int | None) -> list[Row] | LargeRows:
+def _read_parquet(path: Path, field: str | None, memory: int | None) -> list[FileRow] | LargeRows:
     """Return the rows of a Parquet file, with the columns that hold the documents."""
     import pyarrow  # comes with `datasets`
     from pyarrow import parquet
@@ -177,10 +177,10 @@ def _read_parquet(path: Path, field: str | None, memory: int | None) -> list[Row
     return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _read_csv(path: Path, field: str | None, memory: int | None) -> list[Row]:
+def _read_csv(path: Path, field: str | None, memory: int | None) -> list[FileRow]:
     """Return rows of a CSV file, whose first line names the columns; without `field` the only one will do."""
     reader = csv.reader(io.StringIO(_decode(path, _bytes(path, memory))), strict=True)
-    rows: list[Row] = []
+    rows: list[FileRow] = []
     try:
         with _unlimited_cells():
             names = next(reader, [])
@@ -208,7 +208,7 @@ def _unlimited_cells() -> Iterator[None]:
         csv.field_size_limit(limit)
 
 
-READERS: Mapping[str, Callable[[Path, str | None, int | None], Iterable[Row] | LargeRows]] = {
+READERS: Mapping[str, Callable[[Path, str | None, int | None], Iterable[FileRow] | LargeRows]] = {
     ".txt": _read_txt,
     ".json": _read_json,
     ".jsonl": _read_jsonl,

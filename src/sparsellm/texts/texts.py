@@ -19,11 +19,11 @@ from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES, local_path
 from sparsellm.texts.rows import Conversation
 from sparsellm.texts.text_files import READERS, read_documents, suffix_of
 
-Split = Literal["calibration", "test"]
+TextUse = Literal["calibration", "test"]
 
 JOINT = "\n\n"
 
-SHOWN, LONGEST_NAME = 60, 255
+SHOWN_CHARACTERS, LONGEST_NAME = 60, 255
 """Characters of a string that a message shows, and that the name of a file has at most on common file systems."""
 
 
@@ -74,18 +74,18 @@ class HubText:
     """
 
     path: str
-    parts: Mapping[Split, str]
+    parts: Mapping[TextUse, str]
     joint: str = JOINT
     column: str = "text"
     rows: bool = True
     config: str | None = None
     revision: str | None = None
-    files: Mapping[Split, str] | None = None
+    files: Mapping[TextUse, str] | None = None
     test_documents: int | None = None
     test_windows: int | None = None
 
 
-HUB = {
+HUB_TEXTS = {
     "c4": HubText(
         "allenai/c4",
         parts={"calibration": "train", "test": "validation"},
@@ -111,7 +111,7 @@ HUB = {
 NAMES = TEXT_NAMES
 
 
-def read_text(name_or_path: str, split: Split, field: str | None = None, *, memory: int | None = None) -> Text:
+def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, memory: int | None = None) -> Text:
     """Read a named text, a local file, or a folder that `datasets.save_to_disk` wrote.
 
     Names take precedence over files, which need a suffix:
@@ -138,7 +138,7 @@ def read_text(name_or_path: str, split: Split, field: str | None = None, *, memo
     """
     if name_or_path == "demo":
         text = _read_demo(split)
-    elif name_or_path in HUB:
+    elif name_or_path in HUB_TEXTS:
         text = _read_from_hub(name_or_path, split)
     elif is_saved(path := local_path(name_or_path)):
         documents, conversations = read_data_set(open_saved(path, split), field, str(path))
@@ -161,17 +161,17 @@ def is_name(string: str) -> bool:
 
 
 @cache  # collecting it takes seconds, and a sweep reads it for every cell
-def _read_demo(split: Split) -> Text:
+def _read_demo(split: TextUse) -> Text:
     """Return the demo text: its models' training split for calibration, the held-out split for tests."""
     part: Literal["train", "held-out"] = "train" if split == "calibration" else "held-out"
     return Text(tuple(demo.named_documents(part).values()), JOINT, f"demo {part}")
 
 
-def _read_from_hub(name: str, split: Split) -> Text:
+def _read_from_hub(name: str, split: TextUse) -> Text:
     """Read a named data set from the cache or the hub, as the papers' code does."""
     import datasets  # takes a second to import
 
-    source = HUB[name]
+    source = HUB_TEXTS[name]
     part = source.parts[split]
     options: dict[str, object] = {}
     if source.files:
@@ -262,4 +262,8 @@ def _checked(name: str) -> Path:
 
 def _shortened(name: str) -> str:
     """A name to show in a message, cut after 60 characters if it is a sentence, or longer than the name of a file may be."""
-    return name if len(name) <= (LONGEST_NAME if len(name.split()) == 1 else SHOWN) else f"{name[: SHOWN - 1]}…"
+    return (
+        name
+        if len(name) <= (LONGEST_NAME if len(name.split()) == 1 else SHOWN_CHARACTERS)
+        else f"{name[: SHOWN_CHARACTERS - 1]}…"
+    )

@@ -28,7 +28,7 @@ BOS = Literal["auto", "yes", "no"]
 PAPERS_FAMILIES = ("opt", "llama")
 """Values of `model_type` for which the papers' texts are divided as in their code."""
 
-CHARACTERS, MARGIN = 8, 64
+CHARACTERS, FURTHER_TOKENS = 8, 64
 """Characters that are tokenized at first for each wanted token, twice what English takes; and further tokens, as the last
 ones of a piece may differ from the whole text's."""
 
@@ -166,10 +166,10 @@ class TokenizedText:
 
     def _first_tokens(self, document: str, length: int) -> Tensor:
         """At least the first `length` tokens of a document, or all."""
-        characters = CHARACTERS * (length + MARGIN)
+        characters = CHARACTERS * (length + FURTHER_TOKENS)
         while characters < len(document):
             tokens = self.tokens(document[:characters])
-            if len(tokens) >= length + MARGIN:
+            if len(tokens) >= length + FURTHER_TOKENS:
                 return tokens
             characters *= 2
         return self.tokens(document)
@@ -194,8 +194,8 @@ class TokenizedText:
             return self.stream
         found = [torch.empty(0, dtype=torch.long)]
         for piece in self._stream_pieces():
-            tokens = self._without_ends(piece[: 2 * CHARACTERS * (count + MARGIN)])
-            tokens = tokens if len(tokens) >= count + MARGIN else self._without_ends(piece)
+            tokens = self._without_ends(piece[: 2 * CHARACTERS * (count + FURTHER_TOKENS)])
+            tokens = tokens if len(tokens) >= count + FURTHER_TOKENS else self._without_ends(piece)
             found.append(tokens)
             count -= len(tokens)
             if count <= 0:
@@ -247,11 +247,11 @@ class TokenizedText:
         """
         first = int(np.searchsorted(self._ends, place, side="right"))
         shift = (place - int(self._ends[first]) + int(self.sizes[first])) / max(1, int(self.sizes[first]))
-        characters = CHARACTERS * (count + MARGIN)
+        characters = CHARACTERS * (count + FURTHER_TOKENS)
         while True:
             piece, ended = self._piece(first, shift, characters)
             tokens = self._without_ends(piece)
-            if len(tokens) >= count + (0 if ended else MARGIN):
+            if len(tokens) >= count + (0 if ended else FURTHER_TOKENS):
                 return tokens[:count], max(1, len(piece) * count // len(tokens))
             if ended:
                 return None
@@ -354,7 +354,7 @@ def _text(message: Mapping[str, Any]) -> str | None:
     return "\n".join(str(text) for text in texts)
 
 
-UNKNOWN, TOO_MANY_UNKNOWN = 0.05, 0.5
+UNKNOWN_SHARES, TOO_MANY_UNKNOWN = 0.05, 0.5
 """Fractions of unknown tokens from which there is a note, and from which a text is refused."""
 
 
@@ -390,5 +390,5 @@ def unknown_notes(tokenizer: PreTrainedTokenizerBase, windows: Tensor, source: s
             f"{100 * share:.0f} % of the tokens of {source} are unknown to the tokenizer ({tokenizer.unk_token}). "
             "Use the model's own tokenizer files, or a text in a language that it knows."
         )
-    if share >= UNKNOWN:
+    if share >= UNKNOWN_SHARES:
         yield f"{100 * share:.0f} % of the tokens of {source} are unknown to the tokenizer ({tokenizer.unk_token})"

@@ -16,12 +16,12 @@ from sparsellm.texts.json_files import (
     Unreadable,
     build_mapping,
     check_value,
-    decode,
+    decode_utf8,
     parse_integer,
     read_bytes,
 )
 
-MAX_BYTES = 4 * 2**20
+MAX_YAML_BYTES = 4 * 2**20
 """Largest file that is read: an allocation with an entry for each of 40,000 layers, which takes half a minute to parse."""
 
 MAX_VALUES = 1_000_000
@@ -104,7 +104,7 @@ def read_mapping(path: Path, kind: str, *, advice: str = "", as_written: bool = 
     """Read a YAML file that contains a mapping.
 
     Args:
-        path: A regular file of at most `MAX_BYTES`, in UTF-8.
+        path: A regular file of at most `MAX_YAML_BYTES`, in UTF-8.
         kind: What the file is, for error messages, such as "recipe".
         advice: Sentence added to the error if the file contains no mapping.
         as_written: Whether to keep every key and scalar as a string.
@@ -114,7 +114,7 @@ def read_mapping(path: Path, kind: str, *, advice: str = "", as_written: bool = 
             `json_files.MAX_DEPTH` levels deep, or contains tags, too large integers or more than `MAX_VALUES` values.
     """
     try:
-        content = _load(decode(read_bytes(path, MAX_BYTES)), _StringLoader if as_written else _Loader)
+        content = _load(decode_utf8(read_bytes(path, MAX_YAML_BYTES)), _StringLoader if as_written else _Loader)
     except Unreadable as error:
         raise InvalidSetting(f"The {kind} {path} cannot be read: {error}.") from None
     if not isinstance(content, dict):

@@ -35,7 +35,7 @@ from sparsellm.training.trained_weights import TRAINING_WIDTH, Train, pruned_blo
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TRAINING = MaskedAdam(1200, 2e-3)
+MODEL_ADAM = MaskedAdam(1200, 2e-3)
 """Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
 
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0}
@@ -52,13 +52,13 @@ def model_training(
 ) -> MaskedAdam:
     """The gradient steps for a model; the learning rate falls with its width (Yang et al., Tensor Programs V, 2022)."""
     width: int = model.config.get_text_config().hidden_size
-    rate = TRAINING.rate * RATES[train] * min(1.0, TRAINING_WIDTH / width)
-    return replace(TRAINING, steps=steps, rate=rate, rank=rank if train == "lora" else None, patience=patience)
+    rate = MODEL_ADAM.rate * RATES[train] * min(1.0, TRAINING_WIDTH / width)
+    return replace(MODEL_ADAM, steps=steps, rate=rate, rank=rank if train == "lora" else None, patience=patience)
 
 
 def count_held_out(windows: Tensor) -> int:
     """Number of sequences that are held out for validation: an eighth of the calibration sequences, at least one."""
-    return max(1, round(TRAINING.held * len(windows)))
+    return max(1, round(MODEL_ADAM.held * len(windows)))
 
 
 Group = tuple[Tensor, ...]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache, DynamicLayer
 
-PROMPT = 0.125
+PROMPT_SHARE = 0.125
 """Length of the prompt of a generated sequence, as a fraction of the sequence length."""
 
 AT_A_TIME = 64
@@ -58,7 +58,7 @@ def generate_samples(
         return windows[:0]
     samples, length = windows.shape
     lengths = sequence_lengths(windows)
-    prompt_length = min(max(1, int(PROMPT * length)), int(lengths.min()))
+    prompt_length = min(max(1, int(PROMPT_SHARE * length)), int(lengths.min()))
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(samples, (count, 1), generator=generator)
     starts = torch.randint(length - prompt_length + 1, (count, 1), generator=generator)

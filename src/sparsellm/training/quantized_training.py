@@ -15,7 +15,7 @@ from sparsellm.models.blocks import Block
 from sparsellm.solvers.quantization import Quantized, Scales, expand_groups
 from sparsellm.training.trained_weights import TRAINING_WIDTH, MaskedParameters
 
-LEAST = 1 / 16
+LEAST_SCALE = 1 / 16
 """Smallest fraction of its first value that a scale may fall to: it keeps its sign, and integers stay readable."""
 
 UNIT = 12.0
@@ -142,7 +142,7 @@ class QuantizedParameters:
         self._plain.apply()
         for layer in (layer for layers in self._layers.values() for layer in layers):
             quantized = layer.quantized
-            factors = self.trained[f"{layer.full_name}.scales"].clamp_(min=LEAST)
+            factors = self.trained[f"{layer.full_name}.scales"].clamp_(min=LEAST_SCALE)
             quantized.scales.copy_(factors * self._initial[layer.full_name])
             quantized.integers.copy_(nearest_kept(self.trained[f"{layer.full_name}.weight"] * layer.unit, quantized))
             layer.block.assign(layer.name, layer.block.rounded_to_storage(layer.name, quantized.to_dense()))

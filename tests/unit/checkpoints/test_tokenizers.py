@@ -91,12 +91,12 @@ def test_packages_that_are_not_installed(absent: tuple[str, ...], tmp_path: Path
     def find(name: str) -> ModuleSpec | None:
         if name in absent:
             return None
-        return ModuleSpec(name, None) if name in tokenizers.PACKAGES else find_spec(name)
+        return ModuleSpec(name, None) if name in tokenizers.SENTENCEPIECE_PACKAGES else find_spec(name)
 
     monkeypatch.setattr(tokenizers, "find_spec", find)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
     folder = folder_of(tmp_path, "LlamaTokenizer", **{"tokenizer.model": "\n\x0e"})
-    names = " and ".join(tokenizers.PACKAGES[module] for module in absent)
+    names = " and ".join(tokenizers.SENTENCEPIECE_PACKAGES[module] for module in absent)
     with pytest.raises(MissingPackage, match=rf"which needs {names}: pip install 'sparsellm\[sentencepiece\]'\."):
         load_tokenizer("m", folder, trusted=False)
 

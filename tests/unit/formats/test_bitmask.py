@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sparsellm.formats.bitmask import PADDING, Bitmask
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
 
 
 def bits(tensor: torch.Tensor) -> list[list[int]]:
@@ -30,7 +30,7 @@ def test_bits_survive(dtype: torch.dtype, columns: int) -> None:
     kept = [(row, column) for row, numbers in enumerate(bits(weight)) for column, number in enumerate(numbers) if number]
     assert packed.kept == len(kept)
     assert packed.row_starts.tolist() == [sum(row < start for row, _ in kept) for start in range(6)]
-    assert bits(packed.values[None, :-PADDING]) == [[bits(weight)[row][column] for row, column in kept]]
+    assert bits(packed.values[None, :-VALUES_PADDING]) == [[bits(weight)[row][column] for row, column in kept]]
     for row in range(5):
         number = int.from_bytes(bytes(packed.mask[row].tolist()), "little")
         assert [column for column in range(columns + 64) if number >> column & 1] == [c for r, c in kept if r == row]

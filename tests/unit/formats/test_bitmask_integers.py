@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.formats.bitmask import PADDING, Bitmask, pack_bits
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, pack_bits
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.quantization import Quantized
 from tests.pairwise import pairwise
@@ -67,7 +67,7 @@ def test_each_word_of_halves_begins_with_a_byte() -> None:
             numbers += [0] * (len(numbers) % 2)
             expected += [low | high << 4 for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
         starts.append(len(expected))
-    assert weight.values.tolist() == expected + [0] * PADDING
+    assert weight.values.tolist() == expected + [0] * VALUES_PADDING
     assert weight.row_starts.tolist() == starts
     assert torch.equal(weight.mask, pack_bits(keep))
 
@@ -76,7 +76,7 @@ def test_eight_bits_take_a_byte_each() -> None:
     integers, keep = integers_of((3, 70), bits=8, density=0.5)
     weight = Bitmask.from_quantized(Quantized(integers, scales_of((3, 70), 0), IntegerFormat(8, 0)), keep=keep)
     assert weight.values.dtype is torch.int8
-    assert weight.values.tolist() == [*integers[keep].tolist(), *[0] * PADDING]
+    assert weight.values.tolist() == [*integers[keep].tolist(), *[0] * VALUES_PADDING]
     assert weight.row_starts.tolist() == [0, *keep.sum(1).cumsum(0).tolist()]
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.formats import csr_triton
-from sparsellm.formats.bitmask import PADDING, Bitmask
-from sparsellm.formats.csr_triton import GROUP, GROUPS, MAX_TOKENS, CompressedRows, matmul
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
+from sparsellm.formats.csr_triton import GROUP, GROUPS, MAX_CSR_TOKENS, CompressedRows, csr_matmul
 from tests.conftest import long_unless
 
 BLOCK = GROUP * GROUPS
@@ -37,7 +37,7 @@ def inputs(tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> Ten
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """The product of the kernel."""
-    return matmul(x, CompressedRows.from_bitmask(Bitmask.from_dense(weight)))
+    return csr_matmul(x, CompressedRows.from_bitmask(Bitmask.from_dense(weight)))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     [
         long_unless(number % 3 == place, shape, tokens)
         for number, shape in enumerate([(1, 1), (5, 31), (6, 33), (9, BLOCK), (3, BLOCK + 1), (11, 2 * BLOCK + 65)])
-        for place, tokens in enumerate((1, 3, MAX_TOKENS))
+        for place, tokens in enumerate((1, 3, MAX_CSR_TOKENS))
     ],
 )
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
@@ -73,7 +73,7 @@ def test_removed_weights_do_not_meet_infinite_inputs() -> None:
 
 
 def test_more_tokens_than_the_kernel_takes_are_multiplied_densely(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = pruned((4, 40), 0.5), inputs(MAX_TOKENS + 1, 40)
+    weight, x = pruned((4, 40), 0.5), inputs(MAX_CSR_TOKENS + 1, 40)
     monkeypatch.setattr(csr_triton, "_product_kernel", None)
     torch.testing.assert_close(product(x, weight), x @ weight.T)
 
@@ -109,7 +109,7 @@ def test_columns_take_one_byte_where_they_fit(
     # The last row's first value is at position 2, so that its first group ends after GROUP - 2 values.
     assert one.first_columns.tolist() == [1, 0, GROUP - 2, 2 * GROUP - 2, 3 * GROUP - 2]
     assert one.group_starts.tolist() == [0, 1, 1]
-    assert one.offsets.tolist() == [0, gap, *range(GROUP - 2), *range(GROUP), *range(GROUP), 0, 1, 2, *PADDING * [0]]
+    assert one.offsets.tolist() == [0, gap, *range(GROUP - 2), *range(GROUP), *range(GROUP), 0, 1, 2, *VALUES_PADDING * [0]]
     monkeypatch.setattr(csr_triton, "ENCODED_AT_ONCE", 1)
     other = CompressedRows.from_bitmask(Bitmask.from_dense(weight))
     assert all(torch.equal(a, b) for a, b in zip(one.parts, other.parts, strict=True))
@@ -130,7 +130,7 @@ def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not csr_triton.is_available(torch.device("cpu"))
     for broken in (lambda *_: 1 / 0, lambda x, *_: x):
         with monkeypatch.context() as patch:
-            patch.setattr(csr_triton, "matmul", broken)
+            patch.setattr(csr_triton, "csr_matmul", broken)
             assert not csr_triton.passes_self_test(torch.device(DEVICE))
     monkeypatch.setattr(CompressedRows, "to_dense", lambda self: self.values.new_zeros(self.shape))
     assert not csr_triton.passes_self_test(torch.device(DEVICE))
@@ -140,7 +140,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sparsellm.formats.csr_triton import GROUP, GROUPS, MAX_TOKENS, WARPS, _dense_kernel, _product_kernel
+from sparsellm.formats.csr_triton import GROUP, GROUPS, MAX_CSR_TOKENS, WARPS, _dense_kernel, _product_kernel
 for kernel, own in ((_product_kernel, dict(TOKENS=MAX_TOKENS)), (_dense_kernel, {})):
     for dtype in ("*bf16", "*fp16", "*fp32"):
         for columns, offsets in (("*i16", "*u8"), ("*u8", "*i16"), ("*i32", "*i32")):

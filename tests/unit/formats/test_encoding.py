@@ -17,8 +17,8 @@ from torch import Tensor
 from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, can_hold
 from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import BadCheckpoint
-from sparsellm.formats.bitmask import PADDING, Bitmask, bits_of
-from sparsellm.formats.encoding import decode, encode
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, bits_of
+from sparsellm.formats.encoding import decode_parts, encode
 from sparsellm.formats.packed_tensors import decode_matrix, dense_tensor, estimated_bytes
 from sparsellm.formats.parts import DTYPES, PARTS
 from sparsellm.pipeline.packing import _Form
@@ -71,13 +71,13 @@ def test_every_bit_of_a_thousand_weights_survives(random: Random) -> None:
         assert all(part.dtype == torch.uint8 and part.dim() == 1 for part in parts.values())
         assert "weight" in parts
         assert set(parts) <= set(PARTS)
-        decoded = decode(parts, (weight.shape[0], weight.shape[1]), weight.dtype)
+        decoded = decode_parts(parts, (weight.shape[0], weight.shape[1]), weight.dtype)
         assert torch.equal(bits_of(decoded.to_dense()), bits_of(weight))
         assert decoded.shape == expected.shape
         assert torch.equal(decoded.mask, expected.mask)
         assert torch.equal(decoded.row_starts, expected.row_starts)
         assert torch.equal(bits_of(decoded.values), bits_of(expected.values))
-        assert len(decoded.values) == expected.kept + PADDING
+        assert len(decoded.values) == expected.kept + VALUES_PADDING
 
 
 def test_large_weights_are_decoded_across_chunks() -> None:
@@ -88,7 +88,7 @@ def test_large_weights_are_decoded_across_chunks() -> None:
         weight[torch.rand(weight.shape, generator=generator) < 0.2] = 0
         parts = encode(weight)
         assert "weight_exponents" in parts
-        assert torch.equal(bits_of(decode(parts, (700, 701), dtype).to_dense()), bits_of(weight))
+        assert torch.equal(bits_of(decode_parts(parts, (700, 701), dtype).to_dense()), bits_of(weight))
 
 
 def test_parts_are_as_documented() -> None:
@@ -188,7 +188,7 @@ def test_damaged_parts_are_refused_in_one_sentence(random: Random) -> None:
     if random.random() < 0.2:
         shape = random.choice([(shape[0] + 1, shape[1]), shape[::-1], (0, 5), (-1, 3), (2**62, 2**62), (2**40, 1), (1, 1)])
     try:
-        decoded = decode(parts, shape, random.choice([weight.dtype, weight.dtype, torch.int8, torch.float32]))
+        decoded = decode_parts(parts, shape, random.choice([weight.dtype, weight.dtype, torch.int8, torch.float32]))
     except BadCheckpoint as error:
         text = str(error)
         assert text.endswith(".")
@@ -217,14 +217,14 @@ def test_messages_of_damaged_parts(change: dict[str, Tensor], message: str) -> N
     weight = torch.zeros(2, 36, dtype=torch.bfloat16)
     weight[0, 0], weight[0, 1], weight[0, 3], weight[1, 35] = 1.0, -1.5, 1.75, math.pi / 3
     with pytest.raises(BadCheckpoint, match=message):
-        decode(encode(weight) | change, (2, 36), torch.bfloat16)
+        decode_parts(encode(weight) | change, (2, 36), torch.bfloat16)
 
 
 def test_decompression_is_bounded() -> None:
     """A small zlib stream of many zeros is refused before they are allocated."""
     bomb = torch.frombuffer(bytearray(zlib.compress(bytes(10**8), 9)), dtype=torch.uint8)
     with pytest.raises(BadCheckpoint, match="more or fewer bytes"):
-        decode({"weight": torch.zeros(0, dtype=torch.uint8), "weight_mask_deflated": bomb}, (2, 36), torch.bfloat16)
+        decode_parts({"weight": torch.zeros(0, dtype=torch.uint8), "weight_mask_deflated": bomb}, (2, 36), torch.bfloat16)
 
 
 @pytest.mark.parametrize("archive", [False, True])
@@ -235,7 +235,7 @@ def test_stored_bytes_bound_the_numbers(archive: bool, sparsity: float) -> None:
     weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(2)) < sparsity] = 0
     parts = encode(weight, archive)
     assert weight.numel() <= NUMBERS_A_BYTE * size(parts)
-    assert torch.equal(decode(parts, (64, 4096), weight.dtype).to_dense(), weight)
+    assert torch.equal(decode_parts(parts, (64, 4096), weight.dtype).to_dense(), weight)
 
 
 @pytest.mark.parametrize("shape", [(2**24, 1), (2**40, 1), (1, 2**40), (2**62, 2**62)])
@@ -245,16 +245,16 @@ def test_shapes_are_compared_with_the_bytes_before_memory_is_used(shape: tuple[i
     bomb = {"weight": torch.zeros(0, dtype=torch.uint8), "weight_mask_deflated": stream}
     integers = {"weight": torch.zeros(4, dtype=torch.uint8), "weight_scales": torch.zeros(8, dtype=torch.uint8)}
     with pytest.raises(BadCheckpoint, match=r"cannot have the shape .* and 2,\d+ bytes: its metadata is damaged"):
-        decode(bomb, shape, torch.bfloat16)
+        decode_parts(bomb, shape, torch.bfloat16)
     for bits in (8, 4, 3):
         with pytest.raises(BadCheckpoint, match="and 12 bytes: its metadata is damaged"):
-            decode(integers, shape, torch.bfloat16, IntegerFormat(bits, 0))
+            decode_parts(integers, shape, torch.bfloat16, IntegerFormat(bits, 0))
     more = bomb | {"weight_exponents": torch.zeros(2**18, dtype=torch.uint8)}
     if shape == (2**24, 1):  # each row takes the room of 64 columns
         with pytest.raises(BadCheckpoint, match=r"cannot have the shape \(16777216, 1\) .* and 264,199 bytes"):
-            decode(more, shape, torch.bfloat16)
+            decode_parts(more, shape, torch.bfloat16)
         with pytest.raises(BadCheckpoint, match="weight_mask_deflated has more or fewer bytes than it should"):
-            decode(more, (2**18, 64), torch.bfloat16)
+            decode_parts(more, (2**18, 64), torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [1, 3, 63, 65])
@@ -274,7 +274,7 @@ def test_what_could_not_be_read_again_is_not_packed() -> None:
     digest = TensorDigest("float32", tuple(tensor.shape), "", True, 2**20, 0)
     form = _Form(True, False, False, values={}, digests={"x": digest}, vocabulary=None)
     with pytest.raises(BadCheckpoint, match="cannot have the shape"):
-        decode(encode(tensor, archive=True), (2**20, 1), torch.float32)
+        decode_parts(encode(tensor, archive=True), (2**20, 1), torch.float32)
     assert form.encode("x", tensor) == ({"x": tensor}, None)
 
 

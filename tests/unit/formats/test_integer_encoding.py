@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
 from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.encoding import decode, encode
+from sparsellm.formats.encoding import decode_parts, encode
 from sparsellm.formats.parts import PARTS
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Quantized, round_to_nearest
@@ -38,7 +38,7 @@ def random_weight(random: Random) -> Bitmask:
 
 def decoded(parts: dict[str, Tensor], weight: Bitmask) -> Bitmask:
     """What the parts of a weight decode to."""
-    return decode(parts, weight.shape, torch.bfloat16, weight.format)
+    return decode_parts(parts, weight.shape, torch.bfloat16, weight.format)
 
 
 @settings(max_examples=500, derandomize=True, database=None, deadline=None)

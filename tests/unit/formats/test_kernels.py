@@ -23,11 +23,11 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.formats import kernel_library, kernels
-from sparsellm.formats.bitmask import PADDING, Bitmask
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
 from sparsellm.runtime import native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-compiled = pytest.mark.skipif(kernels.available() is None, reason="the kernels are not compiled: python hatch_build.py")
+compiled = pytest.mark.skipif(kernels.instruction_set() is None, reason="the kernels are not compiled: python hatch_build.py")
 SETS = kernels.instruction_sets() or [pytest.param("", marks=compiled)]
 
 
@@ -36,7 +36,7 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    if kernels.available():
+    if kernels.instruction_set():
         kernels.set_instruction_set(None)
 
 
@@ -79,12 +79,12 @@ def test_products_equal_a_slow_loop(name: str, dtype: torch.dtype) -> None:
     for rows, columns in ((1, 1), (3, 7), (6, 63), (5, 64), (4, 65), (9, 200)):
         weight = random_weight(rows, columns, dtype, seed=columns)
         packed = Bitmask.from_dense(weight)
-        assert torch.equal(kernels.decode(packed), weight)
-        assert torch.equal(kernels.decode(packed, 1, rows), weight[1:])
+        assert torch.equal(kernels.decode_rows(packed), weight)
+        assert torch.equal(kernels.decode_rows(packed, 1, rows), weight[1:])
         for tokens in (*range(10), 16):
             for x_dtype in DTYPES:
                 x = random_tokens(tokens, columns, x_dtype)
-                check(kernels.matmul(x, packed), x, weight)
+                check(kernels.packed_matmul(x, packed), x, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,13 +97,13 @@ def test_many_tokens_are_multiplied_by_tiles(dtype: torch.dtype) -> None:
     for library in ("compiled", None):
         with (
             mock.patch.object(kernels, "TILE", 300),
-            mock.patch.object(kernels, "load_library", kernels.load_library if library else lambda: None),
+            mock.patch.object(kernels, "load_kernels", kernels.load_kernels if library else lambda: None),
             warnings.catch_warnings(record=True) as messages,
         ):
             warnings.simplefilter("always")
             kernels.warn_missing.cache_clear()
             for tokens in (x, x[:2], x.view(3, 11, 70)):
-                result = kernels.matmul(tokens, Bitmask.from_dense(weight), bias)
+                result = kernels.packed_matmul(tokens, Bitmask.from_dense(weight), bias)
                 assert result.shape == (*tokens.shape[:-1], 11)
                 torch.testing.assert_close(result.view(-1, 11).double(), expected[: result.numel() // 11], atol=1e-4, rtol=1e-4)
             assert library or len(messages) == 1
@@ -118,7 +118,7 @@ def test_bias_is_added_before_rounding(name: str) -> None:
         weight, x = torch.full((3, 64), 1.0).to(dtype), torch.full((1, 64), 4.0).to(dtype)
         bias = torch.tensor([1.0, 0.25, -256.0]).to(dtype)
         expected = torch.tensor([[257.0, 256.25, 0.0]]).to(dtype)
-        assert torch.equal(kernels.matmul(x, Bitmask.from_dense(weight), bias), expected)
+        assert torch.equal(kernels.packed_matmul(x, Bitmask.from_dense(weight), bias), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,10 +134,10 @@ def test_special_numbers_behave_as_in_a_dense_product(name: str, dtype: torch.dt
     for x_dtype in DTYPES:
         x = random_tokens(4, 130, x_dtype)
         x[1, 70], x[2, 129], x[3, 0] = math.nan, -math.inf, math.inf
-        result, expected = kernels.matmul(x, packed), slow_product(x, weight)
+        result, expected = kernels.packed_matmul(x, packed), slow_product(x, weight)
         for kind in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(kind(result), kind(expected))
-        assert torch.equal(kernels.decode(packed).view(torch.uint8), weight.view(torch.uint8))
+        assert torch.equal(kernels.decode_rows(packed).view(torch.uint8), weight.view(torch.uint8))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_the_threads_are_those_of_torch() -> None:
     code = "import os, torch; from sparsellm.formats import kernels; from sparsellm.formats.bitmask import Bitmask; "
     code += "torch.set_num_threads(3); torch.ones(10**6).exp(); x = Bitmask.from_dense(torch.ones(800, 256)); "
     code += "count = lambda: len(os.listdir('/proc/self/task')); "
-    code += "before = count(); kernels.matmul(torch.ones(1, 256), x); print(count() - before)"
+    code += "before = count(); kernels.packed_matmul(torch.ones(1, 256), x); print(count() - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0"
 
@@ -174,11 +174,11 @@ def test_bits_do_not_depend_on_threads(name: str, threads_of: str, request: pyte
     packed = Bitmask.from_dense(random_weight(401, 320, torch.bfloat16))
     x = random_tokens(3, 320, torch.bfloat16)
     torch.set_num_threads(1)
-    expected = {dtype: kernels.matmul(x.to(dtype), packed) for dtype in DTYPES}
+    expected = {dtype: kernels.packed_matmul(x.to(dtype), packed) for dtype in DTYPES}
     results: list[tuple[torch.dtype, Tensor]] = []
 
     def repeat() -> None:
-        results.extend((dtype, kernels.matmul(x.to(dtype), packed)) for dtype in DTYPES * 10)
+        results.extend((dtype, kernels.packed_matmul(x.to(dtype), packed)) for dtype in DTYPES * 10)
 
     for count in (2, 3):
         torch.set_num_threads(count)
@@ -187,7 +187,7 @@ def test_bits_do_not_depend_on_threads(name: str, threads_of: str, request: pyte
             caller.start()
         for caller in callers:
             caller.join()
-        assert torch.equal(kernels.decode(packed), packed.to_dense())
+        assert torch.equal(kernels.decode_rows(packed), packed.to_dense())
     assert len(results) == 120
     assert all(torch.equal(result, expected[dtype]) for dtype, result in results)
 
@@ -197,19 +197,19 @@ def test_forked_processes_have_their_own_threads() -> None:
     torch.set_num_threads(2)
     packed = Bitmask.from_dense(random_weight(800, 256, torch.bfloat16))
     x = random_tokens(1, 256, torch.bfloat16)
-    expected = kernels.matmul(x, packed)
+    expected = kernels.packed_matmul(x, packed)
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
 
     def child() -> None:
-        queue.put([torch.equal(kernels.matmul(x, packed), expected) for _ in range(3)])
+        queue.put([torch.equal(kernels.packed_matmul(x, packed), expected) for _ in range(3)])
 
     process = context.Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode == 0
     assert queue.get() == [True] * 3
-    assert torch.equal(kernels.matmul(x, packed), expected)
+    assert torch.equal(kernels.packed_matmul(x, packed), expected)
 
 
 def before_guard_page(tensor: Tensor) -> Tensor:
@@ -236,11 +236,11 @@ def test_nothing_behind_the_buffers_is_read(name: str, dtype: torch.dtype) -> No
         weight = random_weight(rows, columns, dtype, sparsity=sparsity)
         parts = Bitmask.from_dense(weight)
         packed = Bitmask(parts.shape, *(before_guard_page(part) for part in (parts.mask, parts.values, parts.row_starts)))
-        assert torch.equal(kernels.decode(packed), weight)
+        assert torch.equal(kernels.decode_rows(packed), weight)
         for tokens in (1, 3, 8):
             x = before_guard_page(random_tokens(tokens, columns, dtype))
             bias = before_guard_page(torch.zeros(rows, dtype=dtype))
-            check(kernels.matmul(x, packed, bias), x, weight)
+            check(kernels.packed_matmul(x, packed, bias), x, weight)
         if dtype is torch.bfloat16:
             dense = before_guard_page(weight)
             x = before_guard_page(random_tokens(2, columns, dtype))
@@ -270,14 +270,14 @@ def test_operator_is_what_compiled_code_calls(name: str) -> None:
     arguments = (x, packed.mask, packed.values, packed.row_starts)
     operator = torch.ops.sparsellm.packed_linear
     torch.library.opcheck(operator, arguments, {"columns": 130, "bias": x[0, 0, :6]})
-    compiled_function = torch.compile(lambda x: kernels.matmul(x * 2, packed) + 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled_function(x), kernels.matmul(x * 2, packed) + 1)
+    compiled_function = torch.compile(lambda x: kernels.packed_matmul(x * 2, packed) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled_function(x), kernels.packed_matmul(x * 2, packed) + 1)
 
 
 def test_wrong_use_is_refused() -> None:
     packed = Bitmask.from_dense(random_weight(4, 64, torch.float32))
     with pytest.raises(InvalidSetting, match="63 columns, and the packed matrix 64"):
-        kernels.matmul(torch.ones(1, 63), packed)
+        kernels.packed_matmul(torch.ones(1, 63), packed)
     for call in (kernels.packed_linear, torch.ops.sparsellm.packed_linear):
         x = torch.ones(1, 64, requires_grad=True)
         with pytest.raises(InvalidSetting, match="no gradients"):
@@ -292,18 +292,18 @@ def test_wrong_use_is_refused() -> None:
 def test_library_of_another_version_is_not_used() -> None:
     def forget() -> None:
         native.load_library.cache_clear()
-        kernels.load_library.cache_clear()
+        kernels.load_kernels.cache_clear()
 
-    with mock.patch.object(native, "VERSION", 0):
+    with mock.patch.object(native, "LIBRARY_VERSION", 0):
         forget()
-        assert kernels.available() is None
+        assert kernels.instruction_set() is None
     forget()
-    assert kernels.available() == kernels.instruction_sets()[-1]
+    assert kernels.instruction_set() == kernels.instruction_sets()[-1]
 
 
 def test_values_are_padded_for_the_widest_read() -> None:
     """A kernel reads 64 bytes at once."""
-    assert PADDING * 2 >= 64
+    assert VALUES_PADDING * 2 >= 64
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import PADDING, Bitmask, unpack_bits
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_negative_zeros
 from sparsellm.solvers.quantization import Quantized
@@ -28,7 +28,7 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    if kernels.available():
+    if kernels.instruction_set():
         kernels.set_instruction_set(None)
 
 
@@ -65,7 +65,7 @@ def test_products_equal_a_slow_loop(name: str, bits: int, group_size: int) -> No
         for tokens in (*range(6), 8, 9, 16):
             for dtype in DTYPES:
                 x = random_tokens(tokens, columns, dtype)
-                check(kernels.matmul(x, weight), x, weight)
+                check(kernels.packed_matmul(x, weight), x, weight)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)
@@ -79,11 +79,11 @@ def test_rows_are_decoded_as_by_torch(name: str, bits: int, group_size: int) -> 
         for factor in (1.0, 2.0**-20, 2.0**-126, 2.0**12, 2.0**120, math.nan):
             scaled = replace(weight, scales=weight.scales * factor)
             for dtype in DTYPES:
-                expected, result = scaled.to_dense(dtype=dtype), kernels.decode(scaled, dtype=dtype)
+                expected, result = scaled.to_dense(dtype=dtype), kernels.decode_rows(scaled, dtype=dtype)
                 assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
                 assert torch.equal(result.isnan(), expected.isnan())
-                assert count_negative_zeros(kernels.decode(weight, dtype=dtype)) == 0
-                assert torch.equal(kernels.decode(scaled, 1, rows, dtype=dtype).nan_to_num(7), expected[1:].nan_to_num(7))
+                assert count_negative_zeros(kernels.decode_rows(weight, dtype=dtype)) == 0
+                assert torch.equal(kernels.decode_rows(scaled, 1, rows, dtype=dtype).nan_to_num(7), expected[1:].nan_to_num(7))
 
 
 @compiled
@@ -95,7 +95,7 @@ def test_every_product_is_rounded_as_by_torch() -> None:
     for name in kernels.instruction_sets():
         kernels.set_instruction_set(name)
         for dtype in DTYPES:
-            result, expected = kernels.decode(weight, dtype=dtype), weight.to_dense(dtype=dtype)
+            result, expected = kernels.decode_rows(weight, dtype=dtype), weight.to_dense(dtype=dtype)
             assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 
 
@@ -113,7 +113,7 @@ def test_a_single_product_is_rounded_once(name: str, bits: int) -> None:
         Quantized(numbers.diag().to(torch.int8), torch.ones(300, 1).bfloat16(), IntegerFormat(bits, 0)),
         keep=torch.eye(300).bool(),
     )
-    assert torch.equal(kernels.matmul(x.float(), weight), (x * numbers).float())
+    assert torch.equal(kernels.packed_matmul(x.float(), weight), (x * numbers).float())
 
 
 @pytest.mark.parametrize("columns", [30_000, 2**20 + 70])
@@ -124,7 +124,7 @@ def test_long_rows_do_not_overflow(columns: int) -> None:
         integers = torch.full((1, columns), number, dtype=torch.int8)
         weight = Bitmask.from_quantized(Quantized(integers, torch.ones(1, 1).bfloat16(), IntegerFormat(bits, 0)))
         for value in (1.9921875, -1.9921875, 1 - 2.0**-22):
-            result = kernels.matmul(torch.full((1, columns), value), weight)
+            result = kernels.packed_matmul(torch.full((1, columns), value), weight)
             assert math.isclose(float(result), columns * number * value, rel_tol=1e-3)
 
 
@@ -136,10 +136,10 @@ def test_tokens_do_not_depend_on_each_other(name: str, bits: int, group_size: in
     kernels.set_instruction_set(name)
     weight = random_weight(7, 200, bits, group_size)
     x = random_tokens(5, 200, torch.float32) * torch.tensor([1.0, 1e30, 1e-30, 0, 1e-38])[:, None]
-    result = kernels.matmul(x, weight)
+    result = kernels.packed_matmul(x, weight)
     check(result[:4], x[:4], weight)
     assert torch.equal(result[3], torch.zeros(7))
-    assert all(torch.allclose(result[i], kernels.matmul(x[i : i + 1], weight)[0], rtol=1e-5, atol=0) for i in range(5))
+    assert all(torch.allclose(result[i], kernels.packed_matmul(x[i : i + 1], weight)[0], rtol=1e-5, atol=0) for i in range(5))
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -154,7 +154,7 @@ def test_sums_of_large_numbers_do_not_overflow(name: str) -> None:
             for power in (60, 64, 66, 100, 126):
                 x = random_tokens(3, 330, dtype).clamp(-1.9, 1.9) * 2.0**power
                 x[1, ::3], x[2] = 1.0, x[2] * 2.0**-power
-                result = kernels.matmul(x, weight)
+                result = kernels.packed_matmul(x, weight)
                 assert result.isfinite().all()
                 check(result, x, weight)
 
@@ -169,13 +169,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
         integers, keep = whole.to_integers(), unpack_bits(whole.mask, 330)
         for tokens in (1, 2, 4, 8):
             x = random_tokens(tokens, 330, torch.float32)
-            result = kernels.matmul(x, whole)
+            result = kernels.packed_matmul(x, whole)
             for row in range(9):
                 part = slice(row, row + 1)
                 alone = Bitmask.from_quantized(
                     Quantized(integers[part], whole.scales[part], IntegerFormat(bits, group_size)), keep=keep[part]
                 )
-                assert torch.equal(kernels.matmul(x, alone), result[:, part])
+                assert torch.equal(kernels.packed_matmul(x, alone), result[:, part])
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -188,7 +188,7 @@ def test_special_numbers_spread_to_all_rows(name: str) -> None:
         for dtype in DTYPES:
             x = random_tokens(4, 130, dtype)
             x[1, 70], x[2, 129], x[3, 0] = math.nan, -math.inf, math.inf
-            result, expected = kernels.matmul(x, weight), slow_product(x, weight.to_dense())
+            result, expected = kernels.packed_matmul(x, weight), slow_product(x, weight.to_dense())
             for kind in (torch.isnan, torch.isposinf, torch.isneginf):
                 assert torch.equal(kind(result), kind(expected))
 
@@ -203,11 +203,11 @@ def test_bits_do_not_depend_on_threads(name: str, bits: int, group_size: int) ->
     for tokens in (1, 2, 3, 8):
         x = random_tokens(tokens, 320, torch.bfloat16)
         torch.set_num_threads(1)
-        expected = kernels.matmul(x, weight)
+        expected = kernels.packed_matmul(x, weight)
         for count in (2, 3):
             torch.set_num_threads(count)
-            assert torch.equal(kernels.matmul(x, weight), expected)
-            assert torch.equal(kernels.decode(weight), dense)
+            assert torch.equal(kernels.packed_matmul(x, weight), expected)
+            assert torch.equal(kernels.decode_rows(weight), dense)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -220,10 +220,10 @@ def test_nothing_behind_the_buffers_is_read(name: str, dtype: torch.dtype) -> No
             weight = random_weight(rows, columns, bits, group_size, density=density)
             parts = {name: before_guard_page(getattr(weight, name)) for name in ("mask", "values", "row_starts", "scales")}
             guarded = replace(weight, **parts)
-            assert torch.equal(kernels.decode(guarded, dtype=dtype), weight.to_dense(dtype=dtype))
+            assert torch.equal(kernels.decode_rows(guarded, dtype=dtype), weight.to_dense(dtype=dtype))
             for tokens in (1, 3, 8):
                 x = before_guard_page(random_tokens(tokens, columns, dtype))
-                check(kernels.matmul(x, guarded, before_guard_page(torch.zeros(rows, dtype=dtype))), x, weight)
+                check(kernels.packed_matmul(x, guarded, before_guard_page(torch.zeros(rows, dtype=dtype))), x, weight)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 0), (4, 128)])
@@ -233,20 +233,22 @@ def test_many_tokens_are_multiplied_by_tiles(bits: int, group_size: int) -> None
     for library in ("compiled", None):
         with (
             mock.patch.object(kernels, "TILE", 300),
-            mock.patch.object(kernels, "load_library", kernels.load_library if library else lambda: None),
+            mock.patch.object(kernels, "load_kernels", kernels.load_kernels if library else lambda: None),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
             for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
                 for tokens in (2, 33):
                     x = random_tokens(tokens, 140, dtype)
-                    result = kernels.matmul(x, weight, bias.to(dtype)).double()
+                    result = kernels.packed_matmul(x, weight, bias.to(dtype)).double()
                     expected = slow_product(x, weight.to_dense()) + bias.to(dtype).double()
                     terms = slow_product(x.abs(), weight.to_dense().abs())
                     assert ((result - expected).abs() <= tolerance * (terms + expected.abs() + 1)).all()
-            assert torch.equal(kernels.decode(weight, 2, 5, dtype=torch.float16), weight.to_dense(2, 5, dtype=torch.float16))
+            assert torch.equal(
+                kernels.decode_rows(weight, 2, 5, dtype=torch.float16), weight.to_dense(2, 5, dtype=torch.float16)
+            )
             out = torch.empty(3, 140)
-            assert kernels.decode(weight, 2, 5, out=out) is out
+            assert kernels.decode_rows(weight, 2, 5, out=out) is out
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 0), (4, 128)])
@@ -257,17 +259,17 @@ def test_operator_is_what_compiled_code_calls(bits: int, group_size: int) -> Non
     options = {"columns": 130, "scales": weight.scales, "group_size": group_size, "bias": x[0, 0, :6]}
     operator = torch.ops.sparsellm.packed_linear
     torch.library.opcheck(operator, (x, weight.mask, weight.values, weight.row_starts), options)
-    compiled_function = torch.compile(lambda x: kernels.matmul(x * 2, weight) + 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled_function(x), kernels.matmul(x * 2, weight) + 1)
+    compiled_function = torch.compile(lambda x: kernels.packed_matmul(x * 2, weight) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled_function(x), kernels.packed_matmul(x * 2, weight) + 1)
 
 
 def test_integers_and_their_scales_equal_a_dense_matrix() -> None:
     """The same numbers as a `Bitmask` of float32 values."""
     weight, x = random_weight(9, 200, 8, 64), random_tokens(4, 200, torch.float32)
     dense = Bitmask.from_dense(weight.to_dense())
-    torch.testing.assert_close(kernels.matmul(x, weight), kernels.matmul(x, dense), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kernels.packed_matmul(x, weight), kernels.packed_matmul(x, dense), rtol=1e-4, atol=1e-4)
 
 
 def test_values_are_padded_for_the_widest_read() -> None:
     """A kernel reads 64 bytes at once."""
-    assert PADDING >= 64
+    assert VALUES_PADDING >= 64

@@ -9,5 +9,5 @@ from sparsellm.formats import memory_reads
 
 def test_bandwidth_is_that_of_memory() -> None:
     assert 1e8 < memory_reads.stream_bandwidth() < 1e13
-    with mock.patch.object(memory_reads, "load_library", return_value=None):
+    with mock.patch.object(memory_reads, "load_kernels", return_value=None):
         assert 1e8 < memory_reads.stream_bandwidth() < 1e13

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import PADDING, Bitmask
+from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
 from sparsellm.formats.csr_triton import CompressedRows
 from sparsellm.formats.linear import DenseLinear, PackedLinear
 from sparsellm.formats.running_form import check_layout, check_numbers
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "values int64": ("values", lambda part: part.long()),
     "values float64": ("values", lambda part: part.double()),
     "values strided": ("values", strided),
-    "values without padding": ("values", lambda part: part[: PADDING - 1]),
+    "values without padding": ("values", lambda part: part[: VALUES_PADDING - 1]),
     "values of two dimensions": ("values", lambda part: part[None]),
 }
 NUMBERS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -98,9 +98,9 @@ def test_wrong_layouts_are_refused_by_every_function(form: torch.dtype | int) ->
             check_layout(wrong)
         for tokens in (1, 20):
             with pytest.raises(InvalidSetting):
-                kernels.matmul(torch.ones(tokens, COLUMNS), wrong)
+                kernels.packed_matmul(torch.ones(tokens, COLUMNS), wrong)
         with pytest.raises(InvalidSetting):
-            kernels.decode(wrong)
+            kernels.decode_rows(wrong)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -113,9 +113,9 @@ def test_values_of_another_length_are_refused_by_every_function(name: str, form:
         with pytest.raises(
             InvalidSetting, match=r"`values` of a packed matrix has .* elements, where its `row_starts` calls for"
         ):
-            kernels.matmul(torch.ones(tokens, COLUMNS), wrong)
+            kernels.packed_matmul(torch.ones(tokens, COLUMNS), wrong)
     with pytest.raises(InvalidSetting, match="`values` of a packed matrix has"):
-        kernels.decode(wrong)
+        kernels.decode_rows(wrong)
 
 
 def misaligned(tensor: Tensor) -> Tensor:
@@ -131,20 +131,20 @@ def test_numbers_at_odd_addresses_are_copied_or_refused(form: torch.dtype | int)
     weight = packed(form)
     x, bias = torch.randn(3, COLUMNS), torch.randn(ROWS)
     for tokens in (x, x.bfloat16()):
-        expected = kernels.matmul(tokens, weight, bias.to(tokens.dtype))
-        got = kernels.matmul(misaligned(tokens), weight, misaligned(bias.to(tokens.dtype)))
+        expected = kernels.packed_matmul(tokens, weight, bias.to(tokens.dtype))
+        got = kernels.packed_matmul(misaligned(tokens), weight, misaligned(bias.to(tokens.dtype)))
         assert torch.equal(got, expected)
     for part in ("row_starts", "values", "scales"):
         if getattr(weight, part, None) is None or getattr(weight, part).itemsize == 1:
             continue
         wrong = replace(weight, **{part: misaligned(getattr(weight, part))})
-        for call in (lambda wrong=wrong: kernels.matmul(x, wrong), lambda wrong=wrong: kernels.decode(wrong)):
+        for call in (lambda wrong=wrong: kernels.packed_matmul(x, wrong), lambda wrong=wrong: kernels.decode_rows(wrong)):
             with pytest.raises(
                 InvalidSetting, match=rf"`{part}` of a packed matrix is .* at an address that is no multiple of"
             ):
                 call()
     with pytest.raises(InvalidSetting, match=r"`out` is .* at an address that is no multiple of"):
-        kernels.decode(weight, out=misaligned(torch.zeros_like(kernels.decode(weight))))
+        kernels.decode_rows(weight, out=misaligned(torch.zeros_like(kernels.decode_rows(weight))))
 
 
 def test_dense_weights_at_odd_addresses_are_multiplied_by_torch() -> None:
@@ -164,7 +164,7 @@ def test_tokens_of_other_dtypes_are_refused(dtype: torch.dtype, tokens: int) -> 
     x = torch.ones(tokens, COLUMNS, dtype=dtype)
     for form in FORMS:
         weight = packed(form)
-        for call in (lambda weight=weight: kernels.matmul(x, weight), lambda weight=weight: layer_of(weight)(x)):
+        for call in (lambda weight=weight: kernels.packed_matmul(x, weight), lambda weight=weight: layer_of(weight)(x)):
             with pytest.raises(InvalidSetting, match="float32, bfloat16 or float16 is needed"):
                 call()
     with pytest.raises(InvalidSetting, match="float32, bfloat16 or float16 is needed"):
@@ -246,34 +246,36 @@ def test_biases_tokens_and_outputs_of_other_shapes_are_refused(form: torch.dtype
     biases = [torch.ones(ROWS - 1), torch.ones(ROWS + 1), torch.ones(1), torch.ones(1, ROWS), torch.ones(ROWS, device="meta")]
     for bias in biases:
         with pytest.raises(InvalidSetting, match="The bias has the shape"):
-            kernels.matmul(x, weight, bias)
+            kernels.packed_matmul(x, weight, bias)
     wide = torch.arange(2 * ROWS).float()
-    assert torch.equal(kernels.matmul(x, weight, wide[::2]), kernels.matmul(x, weight, wide[::2].clone()))
+    assert torch.equal(kernels.packed_matmul(x, weight, wide[::2]), kernels.packed_matmul(x, weight, wide[::2].clone()))
     with pytest.raises(InvalidSetting, match="is on meta, and the packed matrix on cpu"):
-        kernels.matmul(x.to("meta"), weight)
+        kernels.packed_matmul(x.to("meta"), weight)
     for start, stop in ((-1, 2), (0, ROWS + 1), (3, 2), (ROWS + 1, None)):
         with pytest.raises(InvalidSetting, match=f"are not within the {ROWS} rows"):
-            kernels.decode(weight, start, stop)
+            kernels.decode_rows(weight, start, stop)
     dtype = weight.values.dtype if weight.format is None else torch.float32
     right = torch.empty(ROWS, COLUMNS, dtype=dtype)
     for out in (right[:-1], right[:, :-1], right.double(), strided(right), right.flatten(), right.to("meta")):
         with pytest.raises(InvalidSetting, match="`out` is"):
-            kernels.decode(weight, out=out)
-    assert kernels.decode(weight, out=right) is right
+            kernels.decode_rows(weight, out=out)
+    assert kernels.decode_rows(weight, out=right) is right
 
 
 def test_other_misuse_is_refused() -> None:
     quantized: Any = packed(8)
     for scales in (quantized.scales.float(), quantized.scales[:, :1], strided(quantized.scales), quantized.scales[:-1]):
         with pytest.raises(InvalidSetting, match="`scales` of a packed matrix"):
-            kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, scales=scales))
+            kernels.packed_matmul(torch.ones(1, COLUMNS), replace(quantized, scales=scales))
     for size in (63, -64, 2**31, 2**63):
         with pytest.raises(InvalidSetting, match="`group_size` must be a multiple of 64"):
-            kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, format=IntegerFormat(8, size)))
+            kernels.packed_matmul(torch.ones(1, COLUMNS), replace(quantized, format=IntegerFormat(8, size)))
     with pytest.raises(InvalidSetting, match="`values` of a packed matrix is int8"):
-        kernels.matmul(torch.ones(1, COLUMNS), Bitmask(quantized.shape, quantized.mask, quantized.values, quantized.row_starts))
+        kernels.packed_matmul(
+            torch.ones(1, COLUMNS), Bitmask(quantized.shape, quantized.mask, quantized.values, quantized.row_starts)
+        )
     with pytest.raises(InvalidSetting, match="`dtype` got torch"):
-        kernels.decode(quantized, dtype=torch.int8)
+        kernels.decode_rows(quantized, dtype=torch.int8)
     dense = torch.ones(3, 8).bfloat16()
     for weight in (strided(dense), dense.to("meta"), dense.float(), dense[:, :-1].contiguous()):
         with pytest.raises(InvalidSetting, match="The dense weight is"):

@@ -13,7 +13,7 @@ from torch.autograd.functional import jacobian
 from torch.nn.functional import linear, relu, silu
 
 from sparsellm.methods import gauss_newton
-from sparsellm.methods.feedforward_problem import FeedForwardProblem, Weights, moved, weights_of
+from sparsellm.methods.feedforward_problem import FeedForwardProblem, PartWeights, moved, weights_of
 from sparsellm.methods.gauss_newton import RIDGE, gauss_newton_changes
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import Block
@@ -82,7 +82,7 @@ def part_of(family: str, split: tuple[int, ...] = (20, 1, 29)) -> FeedForwardPro
     return FeedForwardProblem(feed_forward, metric(), list(x.split(split)), list(t.split(split)))
 
 
-def pruned(part: FeedForwardProblem, family: str) -> tuple[Weights, dict[str, Tensor]]:
+def pruned(part: FeedForwardProblem, family: str) -> tuple[PartWeights, dict[str, Tensor]]:
     """The block's weights, about half of them gone, and the masks."""
     dense = weights_of(block_of(family), part.names)
     keep = {name: draw(*dense[name][0].shape, seed=5 + number) > -0.2 for number, name in enumerate(part.names)}
@@ -99,19 +99,19 @@ def phi(part: FeedForwardProblem, hidden: list[Tensor]) -> Tensor:
     return relu(hidden[0]) if len(part.feed_forward.in_proj) == 1 else silu(hidden[0]) * hidden[1]
 
 
-def hidden_of(part: FeedForwardProblem, weights: Weights, x: Tensor) -> list[Tensor]:
+def hidden_of(part: FeedForwardProblem, weights: PartWeights, x: Tensor) -> list[Tensor]:
     """The readers' outputs in the dtype of x."""
     pairs = [weights[name] for name in part.feed_forward.in_proj]
     return [linear(x, weight.to(x), None if bias is None else bias.to(x)) for weight, bias in pairs]
 
 
-def output(part: FeedForwardProblem, weights: Weights, x: Tensor) -> Tensor:
+def output(part: FeedForwardProblem, weights: PartWeights, x: Tensor) -> Tensor:
     """The part's output in the dtype of x."""
     weight, bias = weights[part.feed_forward.out_proj]
     return linear(phi(part, hidden_of(part, weights, x)), weight.to(x), None if bias is None else bias.to(x))
 
 
-def in_a_row(part: FeedForwardProblem, weights: Weights, masks: dict[str, Tensor] | None = None) -> list[Tensor]:
+def in_a_row(part: FeedForwardProblem, weights: PartWeights, masks: dict[str, Tensor] | None = None) -> list[Tensor]:
     """Weights and biases of the readers, in order; or, of masks, these and True for the biases."""
     found: list[Tensor] = []
     for name in part.feed_forward.in_proj:
@@ -208,7 +208,7 @@ def test_curvatures_against_jacobians(family: str) -> None:
         torch.testing.assert_close(found[name].double(), wanted, rtol=1e-3, atol=1e-4)
 
 
-def linearised(part: FeedForwardProblem, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+def linearised(part: FeedForwardProblem, weights: PartWeights) -> tuple[Tensor, Tensor, Tensor]:
     """Of all readers' weights and biases in a row: Jᵀ F J, Jᵀ F r, and the curvature that scales the ridge.
 
     J is autograd's. The curvature takes the slopes as independent of the inputs: |v_i|² E[φ'²] E[x²].
@@ -233,7 +233,7 @@ def linearised(part: FeedForwardProblem, weights: Weights) -> tuple[Tensor, Tens
     return matrix, pull, flat(curvature)
 
 
-def step_of(part: FeedForwardProblem, weights: Weights, keep: dict[str, Tensor], steps: int) -> Weights:
+def step_of(part: FeedForwardProblem, weights: PartWeights, keep: dict[str, Tensor], steps: int) -> PartWeights:
     """The change after so many conjugate gradient steps."""
     *_, last = gauss_newton_changes(part, weights, keep, steps)
     return last
@@ -252,8 +252,8 @@ def test_every_change_goes_further_and_stays_as_it_is() -> None:
 
 
 def test_moved_adds_a_part_of_a_change() -> None:
-    weights: Weights = {"a": (torch.ones(2, 3), torch.ones(2)), "b": (torch.ones(1, 2), None)}
-    change: Weights = {"a": (torch.full((2, 3), 4.0), torch.full((2,), -2.0))}
+    weights: PartWeights = {"a": (torch.ones(2, 3), torch.ones(2)), "b": (torch.ones(1, 2), None)}
+    change: PartWeights = {"a": (torch.full((2, 3), 4.0), torch.full((2,), -2.0))}
     result = moved(weights, change, 0.5)
     assert torch.equal(result["a"][0], torch.full((2, 3), 3.0))
     assert torch.equal(result["a"][1], torch.zeros(2))  # type: ignore[arg-type]

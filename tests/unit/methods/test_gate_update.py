@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsellm.methods.gate_update import CHUNK, solve_gate
+from sparsellm.methods.gate_update import CACHED_ENTRIES, solve_gate
 from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, SILU, ActivationFunction
 from tests.conftest import long_unless
 
@@ -209,10 +209,10 @@ def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
 
 def test_chunks_do_not_matter() -> None:
     """Entries are solved one by one: more than a chunk of them equal the same entries in pieces."""
-    m, z, p = draws(CHUNK + 1000, (2, 1, 1), seed=7, dtype=torch.float32)
+    m, z, p = draws(CACHED_ENTRIES + 1000, (2, 1, 1), seed=7, dtype=torch.float32)
     whole = solve_gate(m, z, p, ratio=1.0)
-    tail = solve_gate(m[CHUNK - 500 :], z[CHUNK - 500 :], p[CHUNK - 500 :], ratio=1.0)
-    assert torch.allclose(whole[CHUNK - 500 :], tail, rtol=1e-5, atol=1e-5)
+    tail = solve_gate(m[CACHED_ENTRIES - 500 :], z[CACHED_ENTRIES - 500 :], p[CACHED_ENTRIES - 500 :], ratio=1.0)
+    assert torch.allclose(whole[CACHED_ENTRIES - 500 :], tail, rtol=1e-5, atol=1e-5)
 
 
 number = st.floats(-20, 20, allow_nan=False, width=32)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsellm.models import sparse_matmul
-from sparsellm.models.sparse_matmul import SparseMatmul, load_library, matmul_of, supports
+from sparsellm.models.sparse_matmul import SparseMatmul, load_library, matmul_of, skips_zeros
 from sparsellm.solvers.linalg import allclose_bf16
 from tests.pairwise import pairwise
 
@@ -66,10 +66,10 @@ def test_infinities_reach_the_outputs_of_kept_weights_only() -> None:
 def test_only_large_sparse_float32_weights_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_matmul, "max_density", lambda _: 0.5)
     weight = sparse(512, 512, 0.3)
-    assert supports(weight)
+    assert skips_zeros(weight)
     assert isinstance(matmul_of(weight), SparseMatmul)
     for other in (weight[:511], weight.bfloat16(), sparse(512, 512, 0.6), weight.to("meta")):
-        assert not supports(other)
+        assert not skips_zeros(other)
     dense = torch.randn(4, 3)
     inputs = torch.randn(2, 3)
     assert torch.equal(matmul_of(dense)(inputs, dense[:, 0]), linear(inputs, dense, dense[:, 0]))
@@ -81,7 +81,7 @@ def test_products_in_bfloat16_round_inputs_and_results(density: float, monkeypat
     """By the kernel for the sparser weight, else by a dense product."""
     monkeypatch.setattr(sparse_matmul, "max_density", lambda _: 0.5)
     weight, inputs, bias = sparse(512, 512, density), torch.randn(70, 512).bfloat16(), torch.randn(512)
-    assert supports(weight, torch.bfloat16) == (density == 0.1)
+    assert skips_zeros(weight, torch.bfloat16) == (density == 0.1)
     result = matmul_of(weight, torch.bfloat16)(inputs, bias)
     assert result.dtype == torch.bfloat16
     assert allclose_bf16(result.float(), linear(inputs.float(), weight, bias))
@@ -89,4 +89,4 @@ def test_products_in_bfloat16_round_inputs_and_results(density: float, monkeypat
 
 def test_without_the_library_products_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_matmul, "load_library", lambda: None)
-    assert not supports(sparse(512, 512, 0.3))
+    assert not skips_zeros(sparse(512, 512, 0.3))

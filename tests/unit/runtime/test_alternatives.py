@@ -16,7 +16,7 @@ from sparsellm.models.sparse_matmul import max_density
 from sparsellm.pipeline import machine_cache
 from sparsellm.pipeline.machine_cache import use_cache
 from sparsellm.runtime import alternatives, products
-from sparsellm.runtime.alternatives import adopt, forget, known, measure, speedup, unsteady
+from sparsellm.runtime.alternatives import adopt, forget, known, measure_speedup, speedup, unsteady
 
 NAME = "a product of another kind"
 
@@ -38,7 +38,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
     numbers = itertools.count(1)
 
     def another_process(*, steady: bool = True) -> float:
-        monkeypatch.setattr(alternatives, "measure", lambda *_: (float(next(numbers)), steady))
+        monkeypatch.setattr(alternatives, "measure_speedup", lambda *_: (float(next(numbers)), steady))
         forget()
         return speedup(NAME, lambda: (lambda: None, lambda: None))
 
@@ -123,7 +123,7 @@ def test_two_at_a_time_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.2)
         return 2.0, True
 
-    monkeypatch.setattr(alternatives, "measure", slowly)
+    monkeypatch.setattr(alternatives, "measure_speedup", slowly)
     found: list[float] = []
     threads = [threading.Thread(target=lambda: found.append(speedup(NAME, lambda: (int, int)))) for _ in range(2)]
     for thread in threads:
@@ -160,13 +160,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], Callable[[
 def test_measurement_is_the_quotient_of_the_shortest_times(clock: Callable[[list[float]], Callable[[], None]]) -> None:
     """The first round, which is slow, does not count, nor do times that other programs lengthen."""
     usual, other = [9, 0.06, 0.04, 0.04, 0.06], [1, 0.02, 0.2, 0.02, 0.02]
-    assert measure(clock(usual), clock(other)) == (pytest.approx(0.04 / 0.02), True)
+    assert measure_speedup(clock(usual), clock(other)) == (pytest.approx(0.04 / 0.02), True)
 
 
 def test_a_measurement_under_load_is_noticed(clock: Callable[[list[float]], Callable[[], None]]) -> None:
     """The shortest time of every second round is a half longer than that of the others."""
     usual, other = [1, 0.06, 0.04, 0.06, 0.04], [1, 0.02, 0.02, 0.02, 0.02]
-    assert measure(clock(usual), clock(other)) == (pytest.approx(2), False)
+    assert measure_speedup(clock(usual), clock(other)) == (pytest.approx(2), False)
 
 
 def test_the_choices_of_this_machine() -> None:

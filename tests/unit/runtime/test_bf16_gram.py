@@ -12,7 +12,7 @@ from tests.pairwise import pairwise
 from tests.unit.formats.test_kernels import before_guard_page
 
 compiled = pytest.mark.skipif(
-    bf16_gram.load_library() is None, reason="the kernel is not compiled (python hatch_build.py), or not for this processor"
+    bf16_gram.load_kernel() is None, reason="the kernel is not compiled (python hatch_build.py), or not for this processor"
 )
 
 ROUNDING = 128 * 2.0**-23
@@ -115,7 +115,7 @@ def test_cross_moments_equal_those_of_float32_copies(unit: int | None, monkeypat
     moments = [CrossMoment(60, 130, unit=unit) for _ in range(3)]
     moments[0].update(y, x)
     moments[1].update(y.float(), x)
-    monkeypatch.setattr(bf16_gram, "load_library", lambda: None)
+    monkeypatch.setattr(bf16_gram, "load_kernel", lambda: None)
     moments[2].update(y, x)
     by_kernel, by_torch, without = (moment.matrix for moment in moments)
     scale = (y.float().square().mean(0).outer(x.float().square().mean(0))).sqrt()
@@ -148,7 +148,7 @@ def test_values_that_are_not_finite_reach_their_products_only() -> None:
 @compiled
 @pytest.mark.parametrize(("count", "columns", "unit"), pairwise([1, 6, 131], [1, 33, 48, 95, 143], [5, 200]))
 def test_nothing_behind_the_buffers_is_used(count: int, columns: int, unit: int) -> None:
-    library = bf16_gram.load_library()
+    library = bf16_gram.load_kernel()
     x, blocks = before_guard_page(tokens(count, columns)), -(-columns // 48)
     pairs = count // unit * -(-unit // 2) + -(-(count % unit) // 2)
     packed = before_guard_page(torch.empty(blocks * 48 * pairs, dtype=torch.int32))
@@ -177,7 +177,7 @@ def test_statistics_equal_those_of_float32_copies(unit: int | None, monkeypatch:
     torch.testing.assert_close(
         by_kernel.centered().matrix / scale, by_torch.centered().matrix / scale, rtol=0, atol=2 * ROUNDING
     )
-    monkeypatch.setattr(bf16_gram, "load_library", lambda: None)
+    monkeypatch.setattr(bf16_gram, "load_kernel", lambda: None)
     without = Gram(130, unit=unit)
     for batch in x.view(4, 128, 130):
         without.update(batch)
@@ -186,9 +186,9 @@ def test_statistics_equal_those_of_float32_copies(unit: int | None, monkeypatch:
 
 def test_only_bfloat16_on_the_cpu_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     x = tokens(2, 3)
-    assert bf16_gram.supports(x) == (bf16_gram.load_library() is not None)
+    assert bf16_gram.supports(x) == (bf16_gram.load_kernel() is not None)
     for other in (x.float(), x.half(), x.to("meta")):
         assert not bf16_gram.supports(other)
         assert not bf16_gram.supports(x, other)
-    monkeypatch.setattr(bf16_gram, "load_library", lambda: None)
+    monkeypatch.setattr(bf16_gram, "load_kernel", lambda: None)
     assert not bf16_gram.supports(x)

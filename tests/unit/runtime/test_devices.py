@@ -11,7 +11,7 @@ from sparsellm.runtime import devices
 @pytest.mark.parametrize("shape", [(10, 4), (1, 1000), (0, 5), (7, 0)], ids=str)
 def test_row_chunks_are_views_of_all_rows(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows of a matrix at a time, at least one; where work is queued, all at once."""
-    monkeypatch.setattr(devices, "CHUNK", 12)
+    monkeypatch.setattr(devices, "CACHED_ENTRIES", 12)
     one, other = torch.zeros(shape), torch.zeros(shape)
     chunks = list(devices.row_chunks(one, other))
     for first, second in chunks:

@@ -245,7 +245,7 @@ def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = found()
     monkeypatch.setattr("sparsellm.solvers.linalg.PRODUCT_ENTRIES", 3 * 40)
-    monkeypatch.setattr("sparsellm.runtime.devices.CHUNK", 3 * 40)
+    monkeypatch.setattr("sparsellm.runtime.devices.CACHED_ENTRIES", 3 * 40)
     for part, wanted in zip(found(), whole, strict=True):
         torch.testing.assert_close(part, wanted, rtol=1e-9, atol=1e-9)
 

@@ -25,9 +25,9 @@ SMALL = 100
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "SHORT", SMALL)
-    monkeypatch.setattr(large_files, "PIECE", 32)
+    monkeypatch.setattr(large_files, "PIECE_BYTES", 32)
     monkeypatch.setattr(large_files, "SEARCHED", 16)
-    monkeypatch.setattr(large_files, "CHUNK", 7)
+    monkeypatch.setattr(large_files, "SEARCHED_BYTES", 7)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])

@@ -17,7 +17,7 @@ from sparsellm.training.distillation import model_training
 from sparsellm.training.masked_training import MaskedAdam
 from sparsellm.training.memory import trained_bytes
 from sparsellm.training.quantized_training import (
-    LEAST,
+    LEAST_SCALE,
     QuantizedParameters,
     RoundedLayer,
     nearest_kept,
@@ -127,7 +127,7 @@ def test_weights_are_the_nearest_integers_times_the_new_scales(family: str, dtyp
         weight, stored = block.layer(layer.name).weight.detach(), scales[layer.full_name]
         ratio = stored.scales.float() / initial[layer.full_name]
         assert stored.scales.dtype is torch.bfloat16
-        assert float(ratio.min()) == pytest.approx(LEAST, rel=0.01) or float(ratio.min()) > LEAST
+        assert float(ratio.min()) == pytest.approx(LEAST_SCALE, rel=0.01) or float(ratio.min()) > LEAST_SCALE
         assert torch.equal(weight == 0, integers == 0)
         read = stored.quantized(weight)
         assert read is not None
