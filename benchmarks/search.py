@@ -6,8 +6,9 @@
     python benchmarks/render.py                                     # the page, from the figures
 
 The sweep prunes with the effort "fast" at 1, 2, ..., 95 % and shares the dense model's results, as `sparsellm sweep` does. The
-search prunes with "fast" by bisection and then once with "standard". A third measurement writes three outputs by one command
-and by three runs. Seconds are processor time of this process on one thread; imports are not counted.
+search prunes with "fast" by bisection and then once with "standard". Both decide by the increase and its standard error. A third
+measurement writes three outputs by one command and by three runs. Seconds are processor time of this process on one thread; imports
+are not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.studies.search import bisect
 from sparsellm.studies.several import output_folders, run_each
+from sparsellm.studies.target import Target, point_of
 
 FILE = MEASURED / "search.json"
 INCREASE, HIGHEST = 0.05, 95
@@ -39,17 +41,17 @@ def measure(model: str, settings: dict[str, Any]) -> None:
     fast = read_recipe({"model": model, **settings, "effort": "fast"})
     prune_run(fast)  # imports
     with tempfile.TemporaryDirectory() as folder:
-        started, curve = time.process_time(), []
+        started, curve, met, target = time.process_time(), [], [], Target.read(INCREASE)
         shared = DenseCache(Path(folder) / "dense")
         for percent in range(1, HIGHEST + 1):
             report = prune_run(fast.model_copy(update={"sparsity": f"{percent}%"}), shared=shared).report
-            pair = report.perplexity[settings["evaluate"]]
-            curve.append(pair["pruned"].value / pair["dense"].value - 1)
+            point = point_of(percent / 100, "fast", report, size=None, target=target)
+            curve.append(point.increase)
+            met.append(point.met)
         swept = time.process_time() - started
         started = time.process_time()
         search = sparsellm.search(model, Path(folder) / "out", max_perplexity_increase=INCREASE, **settings)
         searched = time.process_time() - started
-    met = [increase <= INCREASE for increase in curve]
     figures = {
         "settings": {key: value for key, value in settings.items() if key not in ("calibration", "evaluate")},
         "largest": max((number for number, is_met in enumerate(met, 1) if is_met), default=0),
