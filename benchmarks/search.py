@@ -6,9 +6,9 @@
     python benchmarks/render.py                                     # the page, from the figures
 
 The sweep prunes with the effort "fast" at 1, 2, ..., 95 % and shares the dense model's results, as `sparsellm sweep` does. The
-search prunes with "fast" by bisection and then once with "standard". Both decide by the increase and its standard error. A third
-measurement writes three outputs by one command and by three runs. Seconds are processor time of this process on one thread; imports
-are not counted.
+search prunes with "fast" by bisection and then once with "standard". Both decide by the increase and its standard error. A
+third measurement writes three outputs by one command and by three runs. Seconds are processor time of this process on one
+thread; imports are not counted.
 """
 
 from __future__ import annotations
