@@ -17,7 +17,7 @@ from sparsellm import prune
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.pipeline import conversion, export, packing
-from sparsellm.pipeline import run as runs
+from sparsellm.pipeline import prune as pruning
 from tests.pairwise import pairwise
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def test_weights_changed_while_they_are_read(
     offload: bool, dense: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What fails as a consequence is reported as the change."""
-    before(runs, "prune_model", lambda: (dense / "model.safetensors").write_bytes(b"cut off"), monkeypatch)
+    before(pruning, "prune_blocks", lambda: (dense / "model.safetensors").write_bytes(b"cut off"), monkeypatch)
     ran = command("prune", dense, tmp_path / "out", "--method", "magnitude", *(("--offload",) if offload else ()))
     refused(ran, "was changed during the run: model.safetensors is no longer the file that was opened")
     assert not (tmp_path / "out").exists()
