@@ -219,7 +219,6 @@ def instrumented(
         wrap: Makes the replacement from the function and the name of the phase.
         phases: By phase, the functions as "module:name".
     """
-    importlib.import_module("sparsellm.formats.transformers_quantizer")  # registers itself while transformers is imported
     modules = [
         importlib.import_module(module.name)
         for module in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")

@@ -6,12 +6,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"  # the build reads it from here
@@ -23,7 +18,7 @@ if TYPE_CHECKING:
     from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
     from sparsellm.evaluation.perplexity import perplexity as perplexity
-    from sparsellm.formats.transformers_quantizer import load as load
+    from sparsellm.formats.transformers import load as load
     from sparsellm.methods import BlockMethod as BlockMethod
     from sparsellm.methods import BlockResult as BlockResult
     from sparsellm.methods import LayerResult as LayerResult
@@ -37,12 +32,12 @@ if TYPE_CHECKING:
     from sparsellm.models.blocks import Block as Block
     from sparsellm.models.blocks import blocks_of as blocks_of
     from sparsellm.pipeline.compressed_export import export as export
+    from sparsellm.pipeline.evaluate import evaluate as evaluate
     from sparsellm.pipeline.export import Result as Result
     from sparsellm.pipeline.inspection import inspect as inspect
     from sparsellm.pipeline.interface import plan as plan
     from sparsellm.pipeline.interface import prune as prune
     from sparsellm.pipeline.interface import recover as recover
-    from sparsellm.pipeline.measuring import evaluate as evaluate
     from sparsellm.pipeline.packing import pack as pack
     from sparsellm.pipeline.packing import unpack as unpack
     from sparsellm.pipeline.plan import uniform_plan as uniform_plan
@@ -109,11 +104,11 @@ _CONTENTS = {
     "bench": "studies.interface",
     "blocks_of": "models.blocks",
     "collect_statistics": "methods.layerwise",
-    "evaluate": "pipeline.measuring",
+    "evaluate": "pipeline.evaluate",
     "export": "pipeline.compressed_export",
     "fixed_masks": "training.fixed_masks",
     "inspect": "pipeline.inspection",
-    "load": "formats.transformers_quantizer",
+    "load": "formats.transformers",
     "load_report": "pipeline.report",
     "pack": "pipeline.packing",
     "parse_pattern": "solvers.patterns",
@@ -147,38 +142,3 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names, which completion and `help` show, although most of them are not imported yet."""
     return sorted(__all__)
-
-
-class _Registration(MetaPathFinder):
-    """Registers packed checkpoints with transformers once the module that loads models is imported.
-
-    transformers looks for no plugins, and importing it here would take seconds.
-    """
-
-    module = "transformers.modeling_utils"
-
-    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find the module as Python does, and add the registration to what runs when it is imported."""
-        if fullname != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self.register()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    def register(self) -> None:
-        """Import the file that registers packed checkpoints."""
-        import_module("sparsellm.formats.transformers_quantizer")
-
-
-if _Registration.module in sys.modules:
-    _Registration().register()
-else:
-    sys.meta_path.insert(0, _Registration())

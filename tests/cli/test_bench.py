@@ -14,7 +14,8 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint
-from sparsellm.formats import kernels, memory_reads, transformers_quantizer
+from sparsellm.formats import kernels, memory_reads
+from sparsellm.formats import transformers as packed_transformers
 from sparsellm.pipeline import speed
 from sparsellm.pipeline.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
 from sparsellm.pipeline.packed_card import record_speed
@@ -28,7 +29,7 @@ Command = Callable[..., Result]
 @pytest.fixture
 def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny OPT, packed while it is loaded, on a machine with a kernel and a memory of 10 GB/s."""
-    monkeypatch.setattr(transformers_quantizer, "load", packed_model)
+    monkeypatch.setattr(packed_transformers, "load", packed_model)
     monkeypatch.setattr("sparsellm.runtime.memory.cache_bytes", lambda: None)
     monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
     monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)

@@ -23,7 +23,8 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
-from sparsellm.formats import transformers_quantizer, weight_converter
+from sparsellm.formats import transformers as packed_transformers
+from sparsellm.formats import weight_converter
 from sparsellm.formats.experts import PackedExperts
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.pipeline.decoding import weight_bytes
@@ -335,7 +336,7 @@ def test_experts_are_said_to_be_dense(
     packed_models: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     folder, logged = packed_models("gpt_oss")[1], []
-    monkeypatch.setattr(transformers_quantizer.logger, "warning", logged.append)
+    monkeypatch.setattr(packed_transformers.logger, "warning", logged.append)
     said = r"model\.layers\.0\.mlp\.experts\.down_proj and \d others take dense memory"
     with pytest.warns(UserWarning, match=said):
         sparsellm.load(folder)
@@ -389,15 +390,30 @@ def test_transformers_without_this_package_raises(packed_models: Callable[..., t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("order", ["import sparsellm, transformers", "import transformers.modeling_utils, sparsellm"])
-def test_import_registers_the_format_in_any_order(packed_models: Callable[..., tuple[Path, Path]], order: str) -> None:
+@pytest.mark.parametrize(
+    "order", ["sparsellm.formats.transformers, transformers", "transformers, sparsellm.formats.transformers"]
+)
+def test_one_import_registers_the_format_in_any_order(packed_models: Callable[..., tuple[Path, Path]], order: str) -> None:
     code = f"""if True:
-        {order}
+        import {order}
         from transformers import AutoModelForCausalLM
         print(type(AutoModelForCausalLM.from_pretrained({str(packed_models()[1])!r}).model.layers[0].mlp.up_proj).__name__)
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "PackedLinear"
+
+
+def test_importing_the_package_changes_nothing_of_the_process() -> None:
+    """It imports nothing else, and finds no modules for others."""
+    code = """if True:
+        import sys
+        before = set(sys.modules), list(sys.meta_path), list(sys.path_hooks)
+        import sparsellm
+        assert list(sys.meta_path) == before[1] and list(sys.path_hooks) == before[2]
+        print(sorted(name for name in set(sys.modules) - before[0] if "." not in name and name not in sys.stdlib_module_names))
+    """
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "['sparsellm']"
 
 
 QUANTIZED = {

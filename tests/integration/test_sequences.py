@@ -21,7 +21,7 @@ from typer.testing import Result
 
 from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.evaluation.perplexity import perplexity
-from sparsellm.pipeline.measuring import evaluate
+from sparsellm.pipeline.evaluate import evaluate
 from sparsellm.texts import samples, tokenized
 from sparsellm.texts.padding import PADDING
 from sparsellm.texts.samples import Sequences, calibration_windows, test_windows

@@ -17,7 +17,7 @@ from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachabl
 from sparsellm.evaluation import task_definitions
 from sparsellm.evaluation.measurements import mean
 from sparsellm.evaluation.task_definitions import definition, prepare_tasks
-from sparsellm.pipeline.measuring import evaluate
+from sparsellm.pipeline.evaluate import evaluate
 
 Command = Callable[..., Result]
 HERE = find_spec("lm_eval") is not None
@@ -270,7 +270,7 @@ def test_a_task_that_cannot_run_is_refused_before_any_work(
     def weights_are_read(*_: object, **__: object) -> None:
         raise AssertionError("the weights are read")
 
-    monkeypatch.setattr("sparsellm.pipeline.measuring.load_model", weights_are_read)
+    monkeypatch.setattr("sparsellm.pipeline.evaluate.load_model", weights_are_read)
     with pytest.raises(error, match=message):
         evaluate(str(tiny["opt"]), task=task)
 
@@ -319,7 +319,7 @@ def test_a_file_without_a_task_is_told_before_any_work(
         content = yaml.safe_dump(fields | content)
     if content is not None:
         mine.write_text(content, encoding="utf-8")
-    monkeypatch.setattr("sparsellm.pipeline.measuring.load_model", lambda *_, **__: pytest.fail("the weights are read"))
+    monkeypatch.setattr("sparsellm.pipeline.evaluate.load_model", lambda *_, **__: pytest.fail("the weights are read"))
     with pytest.raises((InvalidSetting, BadText), match=message):
         evaluate(str(tiny["opt"]), task=["choice_acc", str(mine)])
 

@@ -57,7 +57,7 @@ def evaluate(
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import print_evaluation
         from sparsellm.pipeline.display import Display
-        from sparsellm.pipeline.measuring import evaluate_recipes
+        from sparsellm.pipeline.evaluate import evaluate_recipes
         from sparsellm.pipeline.recipe_file import read_recipe
 
         mode = ("quiet" if quiet else progress) if is_main else "off"

@@ -1,172 +1,46 @@
-"""What is measured of a model: perplexity on texts, accuracy on tasks, continuations of prompts."""
+"""What a run measures of its models: perplexity on texts, accuracy on tasks, continuations of prompts."""
 
 from __future__ import annotations
 
-import gc
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
-from sparsellm.checkpoints.remarks import remarks_to
-from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
+from sparsellm.evaluation.measurements import Accuracy, Perplexity, generate_text, measure_of
 from sparsellm.evaluation.perplexity import measure_perplexity
-from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import (
     ANSWERING,
     CONTINUING,
-    LOADING,
     MEASURING,
     MEASURING_CHECKPOINT,
-    OPENING,
-    READING_TEXTS,
     Advance,
     Measured,
-    NextRun,
-    Note,
     Observer,
-    Schedule,
-    Stage,
-    advance_by,
-    combine_observers,
     phase,
 )
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key
-from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, named_model, open_model
+from sparsellm.pipeline.loading import OpenedModel, Placement, load_model
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import Report, When
-from sparsellm.pipeline.settings import EvaluationSettings, recipe_keywords
-from sparsellm.pipeline.token_sequences import check_tokens, read_test, window_length
-from sparsellm.texts.in_memory import SOURCE, CalibrationData, Given, given_texts
+from sparsellm.texts.in_memory import SOURCE
 from sparsellm.texts.padding import count_tokens, token_digest
 from sparsellm.texts.paths import is_task_file
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 Value = TypeVar("Value")
 
 
-@recipe_keywords(EvaluationSettings)
-def evaluate(
-    model: str | Path | PreTrainedModel,
-    text: str | Path | Sequence[str | Path] | CalibrationData = (),
-    *,
-    against: str | Path | PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    progress: bool = False,
-    observe: Observer | None = None,
-    **settings: Unpack[EvaluationSettings],
-) -> Evaluation:
-    """Measure a model's perplexity on texts and its accuracy on tasks of lm-eval, with standard errors.
-
-    All texts and tasks are read before the first measurement. A model that does not fit in memory is loaded block by block.
-
-    Args:
-        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
-        text: Texts to measure the perplexity on: files, or names of texts (c4, wikitext2, ptb, demo); or data, as the
-            `calibration` of `prune`.
-        against: Another model to measure too, such as the dense one; the result has the differences from it, with their paired
-            standard errors.
-        tokenizer: Tokenizer of a model in memory.
-        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
-        observe: Callback that receives every stage and result (see `sparsellm.pipeline.events`).
-        **settings: Further fields of `Recipe`.
-
-    Returns:
-        The perplexity by text and the accuracy by task.
-
-    Raises:
-        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
-    """
-    models = [named_model(x, tokenizer) for x in (model, against) if x is not None]
-    if unknown := sorted(set(settings) - set(EvaluationSettings.__annotations__)):
-        raise InvalidSetting(f"Unknown field {unknown[0]!r}. {nearest(unknown[0], EvaluationSettings.__annotations__)}")
-    texts, data = given_texts(text)
-    if against is not None and isinstance(data, Iterator):
-        data = list(data)  # which is read for each model
-    given = {} if data is None else {"evaluate": data}
-    runs = [(read_recipe({**x, **settings, "method": "magnitude", "evaluate": texts}), source) for x, source in models]
-    with Display("auto" if progress else "off") as display:
-        observer = combine_observers(display, observe)
-        is_observed = progress or observe is not None  # otherwise a remark is a warning of Python
-        with remarks_to(lambda text, is_new: observer(Note(text)) if is_new else None) if is_observed else nullcontext():
-            return evaluate_recipes(runs, observer, given)
-
-
-def evaluate_recipes(
-    runs: Sequence[tuple[Recipe, InMemoryModel | None]], observer: Observer, given: Given | None = None
-) -> Evaluation:
-    """Measure the model of a recipe, or one in memory, and the one that it is compared with, if there is one.
-
-    Args:
-        given: Data that replace the recipes' texts.
-
-    Raises:
-        SparseLLMError: See `sparsellm.errors`.
-    """
-    if not (runs[0][0].evaluate or runs[0][0].task):
-        raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
-    for recipe, source in runs:
-        check_inputs(recipe, given=given, has_model=source is not None)
-    results = []
-    for number, (recipe, source) in enumerate(runs, 1):
-        if len(runs) > 1:
-            observer(NextRun(number, len(runs), PurePath(recipe.model).name))
-        results.append(_evaluate(recipe, source, observer, given=given))
-        gc.collect()  # frees the model
-    if not results[1:]:
-        return results[0]
-    result = replace(results[0], against=results[1])
-    for text, one in result.perplexity.items():
-        another = results[1].perplexity[text]
-        if one.parts and another.parts and one.parts.digest != another.parts.digest:
-            names = " and ".join(recipe.model for recipe, _ in runs)
-            observer(Note(f"{names} read {text} as other token sequences: their perplexities cannot be compared"))
-    return result
-
-
-def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer, *, given: Given | None) -> Evaluation:
-    """Measure the recipe's model, or `source`, on the recipe's texts, or on `given`, and on its tasks."""
-    observer(Stage(OPENING))
-    opened = open_model(recipe, source, packed=True)
-    prepare_tasks(recipe.task, recipe.task_data)
-    observer(Stage(READING_TEXTS))
-    length = window_length(recipe, opened.source.length)
-    read = {name: read_test(recipe, opened.source, name, length=length, given=given) for name in recipe.evaluate}
-    tests = {name: sequences.windows for name, sequences in read.items()}
-    check_tokens(opened, *tests.values())
-    for note in dict.fromkeys(note for sequences in read.values() for note in sequences.notes):
-        observer(Note(note))
-    observer(Schedule((LOADING, *[MEASURING] * len(tests), *[ANSWERING] * bool(recipe.task))))
-    observer(Stage(LOADING))
-    loaded = load_model(recipe, opened, folder=Path(tempfile.gettempdir()))
-    check_runs(loaded, by_block=loaded.weights.on_disk)
-    perplexity, accuracy = {}, {}
-    for name, test in tests.items():
-        observer(Stage(MEASURING))
-        perplexity[name] = measure_perplexity(loaded, test, name, progress=advance_by("sequence", observer))
-    if recipe.task:
-        observer(Stage(ANSWERING))
-        accuracy = _accuracies(recipe, loaded, opened.source.tokenizer(), advance_by("answer", observer))
-    return Evaluation(perplexity, accuracy)
-
-
-def _accuracies(
+def measure_accuracies(
     recipe: RunRecipe, loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, advance: Advance
 ) -> dict[str, Accuracy]:
     """The accuracies on the recipe's tasks."""
@@ -236,7 +110,7 @@ def measure_into(
             observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     if recipe.task:
         with phase(f"{ANSWERING} {when}", report, observer, unit="answer") as advance:
-            score = partial(_accuracies, recipe, loaded, ready.source.tokenizer(), advance)
+            score = partial(measure_accuracies, recipe, loaded, ready.source.tokenizer(), advance)
             files = [task for task in recipe.task if is_task_file(task)]
             data = [report.inputs.get(str(name), name) for name in (recipe.task_data, *files)]
             name = f"accuracies on {recipe.task} of {data}, {recipe.task_limit} questions"

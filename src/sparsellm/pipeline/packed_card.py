@@ -20,7 +20,7 @@ one, unless the software that runs it makes use of zeros.
 """
 """Paragraph of a model card that does not hold for a packed model."""
 
-LOADS, LOADS_PACKED = "\nfrom transformers import ", "\nimport sparsellm\nfrom transformers import "
+LOADS, LOADS_PACKED = "\nfrom transformers import ", "\nimport sparsellm.formats.transformers\nfrom transformers import "
 """First lines of the example that loads a model, and of the one that loads a packed model."""
 
 BEGIN, REPLACED_MARKS, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
@@ -46,7 +46,7 @@ def packed_card(text: str, result: Packed) -> str:
     paragraph = (
         f"The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
         f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight\n"
-        f"({result.description}). {lossless} To load the model, `import sparsellm` first.\n"
+        f"({result.description}). {lossless} To load the model, `import sparsellm.formats.transformers` first.\n"
     )
     return f"{head}{mark}\n{paragraph}{END}\n{rest}"
 

@@ -45,7 +45,7 @@ def measure_bench(
     observe: Callable[[str], object] = lambda _: None,
 ) -> Bench:
     """Measure a packed model; `sparsellm.bench` describes the arguments. observe: called with what is done next."""
-    from sparsellm.formats.transformers_quantizer import load  # imports transformers
+    from sparsellm.formats.transformers import load  # imports transformers
 
     _check_counts("batch", batches, largest=MOST)
     _check_counts("threads", threads, largest=os.cpu_count() or 1)

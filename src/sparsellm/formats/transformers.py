@@ -1,19 +1,19 @@
-"""Loads packed checkpoints through transformers, as quantized models of the method "sparsellm".
+"""Loads packed checkpoints through transformers, as quantized models of the method "sparsellm", and saves them.
 
-Importing this file registers the method; `import sparsellm` does so as soon as transformers' table of methods exists.
+Importing this file registers the method: transformers' own `from_pretrained` then loads packed checkpoints too.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform, revert_weight_conversion
+from transformers.core_model_loading import Chunk, WeightConverter, WeightTransform, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -30,8 +30,7 @@ from sparsellm.formats.linear import DenseLinear, PackedLinear
 from sparsellm.formats.packed_checkpoint import read_packed
 from sparsellm.formats.packed_tensors import pack_again
 from sparsellm.formats.parts import DTYPES
-from sparsellm.formats.parts_splitter import PartsSplitter
-from sparsellm.formats.weight_converter import plan_conversion
+from sparsellm.formats.weight_converter import PATTERN, plan_conversion
 
 logger = logging.get_logger(f"transformers.quantizers.{PACKED_METHOD}")
 
@@ -176,7 +175,7 @@ def load(
 ) -> PreTrainedModel:
     """Load a packed checkpoint as a model that computes with its packed weights.
 
-    After `import sparsellm`, `from_pretrained` of transformers does the same, with fewer checks and longer error messages.
+    `from_pretrained` of transformers does the same once this file is imported, with fewer checks and longer error messages.
 
     Args:
         model: A folder that `sparsellm pack` wrote, or a hub name.
@@ -200,3 +199,41 @@ def load(
     if loaded.hf_quantizer.note:
         warnings.warn(loaded.hf_quantizer.note, stacklevel=2)
     return loaded
+
+
+class PartsSplitter(WeightConverter):  # type: ignore[misc]
+    """A converter that divides the joined parts of packed tensors when transformers saves a model.
+
+    The parts share memory, and transformers writes tensors that do to one file.
+
+    Args:
+        lengths: The sizes of the parts of each tensor, by their names.
+    """
+
+    __slots__ = ("joined", "lengths")
+
+    def __init__(self, lengths: Mapping[str, Mapping[str, int]]) -> None:
+        super().__init__(PATTERN, PATTERN, [Chunk()])
+        self.lengths = lengths
+        self.joined = torch.empty(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartsSplitter:
+        """Return a converter without a tensor. transformers makes one for every packed tensor."""
+        return PartsSplitter(self.lengths)
+
+    def reverse_transform(self) -> PartsSplitter:
+        """Return itself: transformers reverses the converters of loading."""
+        return self
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name, and the pattern of this converter if it is the name of joined parts."""
+        return source_key, PATTERN if source_key in self.lengths else None
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        """Take the joined parts."""
+        self.joined = future
+
+    def convert(self, layer_name: str, **keywords: Any) -> dict[str, Tensor]:
+        """Return the parts by name."""
+        lengths = self.lengths[layer_name]
+        return dict(zip(lengths, self.joined.split(list(lengths.values())), strict=True))
