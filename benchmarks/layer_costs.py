@@ -20,7 +20,7 @@ from measuring import MEASURED, markdown_table, read_figures, record
 
 import sparsellm
 from sparsellm.methods import LayerResult
-from sparsellm.pipeline import layer_costs
+from sparsellm.pipeline import costliest_layers as layer_costs
 
 FILE, EXCLUDED = MEASURED / "layer-costs.json", MEASURED / "layers-excluded.json"
 METHODS = {"sparsegpt": {"method": "sparsegpt"}, "alps": {"method": "alps"}, "effort fast": {"effort": "fast"}, "sparsellm": {}}

@@ -29,12 +29,12 @@ from measuring import CUT, MEASURED, arguments, markdown_table, program, read_fi
 from results import split_stories
 
 import sparsellm
+from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.events import GENERATING, TRAINING
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.recover import recover_run
-from sparsellm.pipeline.recovery import read_recovery
 from sparsellm.pipeline.training import ModelTraining
 from sparsellm.training import masked_training
 

@@ -28,11 +28,19 @@ def tables() -> str:
     lines += ["", "| file | contents |", "|---|---|", *(row(file) for file in sorted(PACKAGE.glob("*.py")))]
     for folder in FOLDERS:
         files = sorted(
-            file for file in (PACKAGE / folder).rglob("*.py") if file.parent.name != folder or file.stem != "__init__"
+            file
+            for file in (PACKAGE / folder).rglob("*.py")
+            if file.parent.name != folder or file.stem != "__init__" or defines(file)
         )
         lines += ["", f"**{folder}/** {summary(PACKAGE / folder / '__init__.py')}"]
         lines += ["", "| file | contents |", "|---|---|", *(row(file) for file in files)]
     return "\n".join(lines) + "\n"
+
+
+def defines(file: Path) -> bool:
+    """Whether a file defines classes or functions, as the `__init__` of few folders does."""
+    nodes = ast.parse(file.read_text(encoding="utf-8")).body
+    return any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("__") for node in nodes)
 
 
 def row(file: Path) -> str:

@@ -16,8 +16,8 @@ from sparsellm.methods import BlockMethod, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import sequential
+from sparsellm.pipeline.block_recovery import BlockRecovery
 from sparsellm.pipeline.recover import recover_blocks
-from sparsellm.pipeline.recovery import BlockRecovery
 from sparsellm.pipeline.sequential import Step
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.recovery import BlockRecovery
+from sparsellm.pipeline.block_recovery import BlockRecovery
 from sparsellm.pipeline.sequential import Step
 from sparsellm.training.masked_training import MaskedAdam
 

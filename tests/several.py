@@ -20,9 +20,9 @@ from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import LAYER_RESULT
 from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.pipeline.block_recovery import BlockRecovery
 from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.recover import recover_blocks
-from sparsellm.pipeline.recovery import BlockRecovery
 from sparsellm.runtime import collectives, devices, process_group
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Scales

@@ -30,12 +30,12 @@ from sparsellm.pipeline import cached_allocation, measuring, stages
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.studies.commands import sweep_yaml
-from sparsellm.studies.comparison import Row, grid, table, to_csv, to_json, to_markdown
 from sparsellm.studies.measures import Figure, error_legend, mean_over_seeds
 from sparsellm.studies.page import sweep_verdict
 from sparsellm.studies.sweep_cells import Sweep
 from sparsellm.studies.sweep_file import read_sweep
 from sparsellm.studies.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
+from sparsellm.studies.sweep_tables import Row, grid, table, to_csv, to_json, to_markdown
 from tests import made_up
 from tests.cli.test_bad_input import refused
 from tests.made_up import perplexity

@@ -22,6 +22,7 @@ from sparsellm.evaluation.perplexity import streamed_perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import compute_dtype, planning, startup
+from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.compute_dtype import bf16_speedup, choose_products
 from sparsellm.pipeline.costs import work
 from sparsellm.pipeline.events import PRUNING, RECOVERING, TRAINING
@@ -29,7 +30,6 @@ from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_methods import method_of
-from sparsellm.pipeline.recovery import read_recovery
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.alps import ALPS
 from tests.conftest import long_unless

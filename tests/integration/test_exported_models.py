@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import sparsellm
 from sparsellm.checkpoints.exported_files import unpack_integers
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, VerificationFailed
+from sparsellm.pipeline.block_recovery import read_recovery, recovery_plan
 from sparsellm.pipeline.loading import open_model
-from sparsellm.pipeline.recovery import read_recovery, recovery_plan
 from sparsellm.solvers.quantization import expand_groups
 from tests.conftest import report_of
 

@@ -31,12 +31,12 @@ from sparsellm.pipeline.recipe_methods import method_of
 from sparsellm.pipeline.report import load_report
 from sparsellm.pipeline.selection import LayerName
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.studies.comparison import table, to_markdown
 from sparsellm.studies.measures import measures
 from sparsellm.studies.page import report_page
 from sparsellm.studies.sweep_file import read_sweep
 from sparsellm.studies.sweep_runner import CellFolder, saved_sweep
 from sparsellm.studies.sweep_runner import _open as save_sweep
+from sparsellm.studies.sweep_tables import table, to_markdown
 from sparsellm.texts.texts import read_text
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced

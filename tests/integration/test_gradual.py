@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sparsellm import prune, recover, verify
-from sparsellm.pipeline.recovery import read_recovery
+from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.studies.gradual import read_stages
 from sparsellm.studies.page import report_page
 from tests import processes

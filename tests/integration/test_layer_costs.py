@@ -25,7 +25,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline import layer_costs
+from sparsellm.pipeline import costliest_layers as layer_costs
 from sparsellm.pipeline.cached_allocation import cached_allocation
 from sparsellm.pipeline.events import Event, Note
 from sparsellm.pipeline.journal import Journal

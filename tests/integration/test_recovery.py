@@ -18,19 +18,19 @@ from sparsellm import load_report, prune, recover, verify
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.methods import BlockResult
+from sparsellm.pipeline.block_recovery import RATE
 from sparsellm.pipeline.events import Event
 from sparsellm.pipeline.inspection import inspect
 from sparsellm.pipeline.output_folder import WORK
-from sparsellm.pipeline.recovery import RATE
 from sparsellm.pipeline.training import model_step
 from sparsellm.studies.page import report_page
 from sparsellm.training import distillation
 from sparsellm.training.block_training import split_batches
 from sparsellm.training.distillation import (
+    adam_for,
     distill,
     group_batches,
     last_states,
-    model_training,
 )
 from sparsellm.training.generation import generate_samples
 from sparsellm.training.masked_training import MaskedAdam
@@ -117,7 +117,7 @@ def test_recovery_of_the_whole_model_equals_its_parts(
     more = generate_samples(dense, TOKENS, generated, seed=0, compute=compute)
     groups, back = group_batches(TOKENS, more, step, min(step, 2))
     plan = {layer.name: layer.pattern for layer in result.report.layers}
-    adam, states = model_training(model, steps), last_states(dense, groups, compute)
+    adam, states = adam_for(model, steps), last_states(dense, groups, compute)
     settings: dict[str, Any] = {"outside": True, "head": dense.get_output_embeddings()}
     found, moved = distill(model, groups, states, plan=plan, adam=adam, held_out=back, products=products, **settings)
     assert result.report.recovered == found

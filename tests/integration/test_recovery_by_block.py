@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm import prune
+from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.events import RECOVERING, Stage
 from sparsellm.pipeline.output_folder import WORK
 from sparsellm.pipeline.recover import recover_run
-from sparsellm.pipeline.recovery import read_recovery
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.training import masked_training
 from tests import processes

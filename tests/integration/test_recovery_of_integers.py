@@ -18,9 +18,9 @@ import sparsellm
 from sparsellm import prune, recover, verify
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.pipeline import training
+from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.pipeline.quantization_file import read_scales
-from sparsellm.pipeline.recovery import read_recovery
 from sparsellm.studies.gradual import read_stages
 from sparsellm.training import distillation
 from sparsellm.training.masked_training import MaskedAdam

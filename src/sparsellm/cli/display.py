@@ -12,10 +12,10 @@ from rich.console import Console
 from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import MAX_MESSAGE, plural, printable
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
+from sparsellm.pipeline.costliest_layers import worst_layers_table
 from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.estimates import RunPlan, human_seconds
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
-from sparsellm.pipeline.layer_costs import worst_layers_table
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.report import Report, When

@@ -106,7 +106,7 @@ def recover(
 
         check_recovery(fields := {"model": model, "pruned": pruned, **settings})
 
-        from sparsellm.pipeline.recovery import read_recovery
+        from sparsellm.pipeline.block_recovery import read_recovery
         from sparsellm.studies.gradual import read_stages
 
         recipe = read_recovery(fields)
@@ -247,8 +247,8 @@ def plan(
             check_inputs(read_recipe(settings, config))
 
         from sparsellm.cli.display import print_plan
+        from sparsellm.pipeline.block_recovery import read_recovery
         from sparsellm.pipeline.planning import plan_pruning, plan_recovery
-        from sparsellm.pipeline.recovery import read_recovery
 
         with stderr.status("planning"):
             if recovered:

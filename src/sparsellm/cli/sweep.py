@@ -63,9 +63,9 @@ def sweep(
         from sparsellm.pipeline.events import combine_observers
         from sparsellm.pipeline.tracking import Tracked
         from sparsellm.runtime import process_group
-        from sparsellm.studies.comparison import grid, legend, table, to_json, write_tables
         from sparsellm.studies.sweep_file import read_sweep
         from sparsellm.studies.sweep_runner import read_outcomes, run_sweep
+        from sparsellm.studies.sweep_tables import grid, legend, table, to_json, write_tables
 
         cells = read_sweep(file, smoke=smoke, changes=changes or ())
         folder = local_path(output or Path(file).stem)
@@ -235,8 +235,8 @@ def _saved(folder: Path) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
     from sparsellm.pipeline.output_folder import REPORT, is_sweep
     from sparsellm.pipeline.report import read_report
-    from sparsellm.studies.comparison import table, to_json
     from sparsellm.studies.sweep_runner import read_outcomes, saved_sweep
+    from sparsellm.studies.sweep_tables import table, to_json
 
     if not is_sweep(folder):
         return read_report(folder / REPORT)[1]

@@ -28,7 +28,7 @@ from sparsellm.solvers.linalg import add_curvature_diagonal, add_diagonal_, conj
 from sparsellm.solvers.problem import LayerProblem, relative_error
 from sparsellm.solvers.regression import Regression
 
-NEWTON_STEPS = 8
+GRADIENT_STEPS = 8
 """Conjugate gradient steps in one Gauss-Newton round."""
 
 TRIAL_LENGTH = 0.5
@@ -189,7 +189,7 @@ class BlockSolver:
     ) -> tuple[PartWeights, float]:
         """Weights after the last change before the held-out error of a part of it rises, with a refit, and their error."""
         weights, chosen, new_error = self._weights(names), PartWeights(), error
-        for change in gauss_newton_changes(training, weights, self._keep, NEWTON_STEPS):
+        for change in gauss_newton_changes(training, weights, self._keep, GRADIENT_STEPS):
             new_error = held_out.error(moved(weights, change, TRIAL_LENGTH))
             if not new_error < error:
                 break

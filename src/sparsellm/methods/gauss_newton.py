@@ -33,7 +33,7 @@ PRODUCT_ROWS = 2048
 def gauss_newton_changes(
     problem: FeedForwardProblem, weights: PartWeights, keep: Mapping[str, Tensor], steps: int
 ) -> Iterator[PartWeights]:
-    """The changes of a Gauss-Newton step, by conjugate gradients with a diagonal preconditioner, on a sample of the tokens.
+    """The changes of a Gauss-Newton round, by conjugate gradients with a diagonal preconditioner, on a sample of the tokens.
 
     Args:
         problem: The part with the tokens of the gradient.

@@ -83,6 +83,8 @@ class LoadedModel:
         weights: Loads the weights of each block.
         storage: Stores streams and what methods keep per batch.
         compute: Dtype of the computation; None for the model's own. Stored weights keep their dtype.
+        memory: Bytes that the run may take on its device.
+        note: Why the weights are where they are, for the user; may be empty.
         products: Dtype of the matrix products of passes through the blocks, as in `product_dtype_context`; None for `compute`.
     """
 

@@ -17,7 +17,7 @@ from sparsellm.activations.sensitivity import sampled_tokens
 from sparsellm.methods import coupled_parts, planned_layers
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.auxiliary_signals import ERROR_TOKENS
-from sparsellm.methods.block_solver import NEWTON_STEPS, REFIT_STEPS
+from sparsellm.methods.block_solver import GRADIENT_STEPS, REFIT_STEPS
 from sparsellm.methods.feedforward_problem import SAMPLED_WIDTHS
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
@@ -61,9 +61,9 @@ class SolverCost(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a stage takes, or pruning one block: then beside its own weights, and without the pass to the next block."""
+    """What a stage takes. Of one block, as from `block_cost`: without the block's weights, and without the pass to the next."""
 
-    memory: float  # bytes at the peak
+    memory: float  # bytes at the peak, without the lists
     lists: Sequence[float]  # bytes of each list of hidden states, which may be in files
     work: Work
     seconds: float = 0.0  # besides the work
@@ -270,8 +270,8 @@ def _gauss_newton_cost(method: SparseLLM, shapes: BlockShapes) -> tuple[float, W
     once = sampled * projections * (product + 2 * STORED * hidden**2) + tokens * product * (2 * projections + 2)
     refit = work(tokens * product * (projections + 1) + (REFIT_STEPS + 1) * product * (hidden + width), factors=hidden**3 / 3)
     refit += shapes.gram(hidden)
-    steps = sampled * product * NEWTON_STEPS * (2 * projections + 2)
-    numbers = 4 * projections * hidden * (2 * tokens + 2 * NEWTON_STEPS * sampled)
+    steps = sampled * product * GRADIENT_STEPS * (2 * projections + 2)
+    numbers = 4 * projections * hidden * (2 * tokens + 2 * GRADIENT_STEPS * sampled)
     rounds = refit + work(tokens * product * (2 * projections + 2) + steps, passes=FORWARD_PASSES * numbers)
     return memory, work(once) + (method.gauss_newton_steps > 0) * refit + 0.5 * method.gauss_newton_steps * rounds
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
+from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
@@ -23,7 +24,6 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
 from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_sparsity
 from sparsellm.pipeline.recover import recover_run
-from sparsellm.pipeline.recovery import read_recovery
 from sparsellm.pipeline.settings import PruneSettings, RecoverySettings, recipe_keywords
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern

@@ -186,7 +186,9 @@ class Placement:
     """Where a run holds the model, chosen before any weights are read.
 
     Attributes:
-        streamed: Whether the model is read block by block.
+        memory: Bytes that the run may take on its device.
+        model: Bytes of the model's weights.
+        streamed: Whether the weights are read block by block.
         note: Reason for the choice, for the user; may be empty.
         ahead: Whether the next block is read while the current one is pruned.
         tight: Whether freed memory is returned at once, because memory is scarce or the model is read block by block.

@@ -14,6 +14,7 @@ import torch
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.pipeline.block_recovery import recovery_plan
 from sparsellm.pipeline.compute_dtype import bf16_speedup, choose_products
 from sparsellm.pipeline.costs import Cost, Work, rates, work
 from sparsellm.pipeline.early_checks import check_inputs, check_recovery_inputs
@@ -31,7 +32,6 @@ from sparsellm.pipeline.preparation import (
     recovery_layers,
 )
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
-from sparsellm.pipeline.recovery import recovery_plan
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.stage_costs import pruning_costs, recovery_costs

@@ -18,6 +18,7 @@ from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
+from sparsellm.pipeline.block_recovery import BlockRecovery
 from sparsellm.pipeline.events import PRUNING, RECOVERING, Note, Observer, add_note
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.loading import OpenedModel, check_names
@@ -28,7 +29,6 @@ from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.recipe_methods import method_of
-from sparsellm.pipeline.recovery import BlockRecovery
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.selection import layer_names, select_blocks

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
+from sparsellm.pipeline.costliest_layers import WORST
 from sparsellm.pipeline.events import LAYERS, WRITING, Advanced, Event, NextRun, Schedule, Stage
-from sparsellm.pipeline.layer_costs import WORST
 
 BRIEF = (LAYERS, WRITING)
 """Stages that are short beside pruning. They count for nothing until one of them was measured. The second one is not announced:

@@ -17,10 +17,10 @@ from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
+from sparsellm.pipeline.costliest_layers import dense_outputs, measure_layers
 from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import ALLOCATION, LAYERS, OPENING, READING_TEXTS, Observer, add_note, phase
 from sparsellm.pipeline.export import Result
-from sparsellm.pipeline.layer_costs import dense_outputs, measure_layers
 from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.outputs import changed_before
 from sparsellm.pipeline.planning import fit_to_memory
@@ -129,7 +129,7 @@ def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Ten
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
-                if allocated:
+                if allocated:  # which changes `plan` and the values of the method for the blocks that follow
                     allocated.spend(step, blocks[step.index])
     if training and data:
         train_model(

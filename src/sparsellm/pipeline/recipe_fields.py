@@ -210,7 +210,7 @@ class RecipeFields(RunFields):
     solver: SolverName | None = _method(
         None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published"
     )
-    gauss_newton_steps: int = _method(3, "Maximum number of Gauss-Newton steps on each feed-forward part.", least=0)
+    gauss_newton_steps: int = _method(3, "Maximum number of Gauss-Newton rounds on each feed-forward part.", least=0)
     epochs: int = _method(4, "Number of epochs K of Algorithm 1.", least=1)
     alpha: float = _method(0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False)
     beta: float = _method(0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False)
@@ -259,7 +259,7 @@ class RecipeFields(RunFields):
 
 
 class RecoveryFields(RunFields):
-    """The fields of `sparsellm.pipeline.recipe.RecoveryRecipe`. `model` is the dense model."""
+    """The fields of `sparsellm.pipeline.recovery_recipe.RecoveryRecipe`. `model` is the dense model."""
 
     pruned: str = Field(description="Folder that `prune` or `recover` wrote.")
     scope: Literal["block", "model"] = _option(

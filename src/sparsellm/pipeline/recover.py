@@ -18,6 +18,7 @@ from sparsellm.methods import BlockResult, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.pipeline.block_recovery import BlockRecovery, recovery_plan
 from sparsellm.pipeline.early_checks import check_recovery_inputs
 from sparsellm.pipeline.events import MEASURING_CHECKPOINT, OPENING, READING_TEXTS, Observer, add_note, phase
 from sparsellm.pipeline.export import Result
@@ -27,7 +28,6 @@ from sparsellm.pipeline.measuring import measure_checkpoint
 from sparsellm.pipeline.outputs import changed_before
 from sparsellm.pipeline.planning import fit_to_disk
 from sparsellm.pipeline.preparation import PreparedRecovery, prepare_recovery
-from sparsellm.pipeline.recovery import BlockRecovery, recovery_plan
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.run import Run, RunArguments, recorded
 from sparsellm.pipeline.sequential import Step, block_steps, visit_blocks

@@ -144,7 +144,7 @@ class Report(Summarized):
         gradual: For a stage of a gradual pruning, the results of all stages so far.
         parameters: Number of stored parameters.
         zeros: Number of stored parameters that are zero.
-        peak_memory_bytes: Peak memory of this process so far; the command line resets it before each run.
+        peak_memory_bytes: Peak host memory of this process at the end of the run; the command line resets it before each run.
         origin: The dense model, for the model card; not in the file.
         coverage: Fraction of the blocks' matrix weights that is pruned.
         layer_costs: What the layers with the largest `predicted_kl` cost; None if that was not measured.

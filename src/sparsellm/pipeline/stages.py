@@ -26,7 +26,7 @@ from sparsellm.runtime import collectives
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.quantization import Scales
-from sparsellm.training.distillation import Group, distill, group_batches, last_states, model_training
+from sparsellm.training.distillation import Group, adam_for, distill, group_batches, last_states
 from sparsellm.training.generation import generate_samples
 
 STORING_SHARE = 0.1
@@ -66,10 +66,12 @@ def train_model(
         for layer in block.layers
         if layer.name in block.scales and (format := IntegerFormat.of(layer))
     }
-    adam = model_training(loaded.model, training.steps, train=training.train, rank=training.rank, patience=training.patience)
+    adam = adam_for(loaded.model, training.steps, train=training.train, rank=training.rank, patience=training.patience)
     with phase(TRAINING, report, observer, unit="step") as advance:
         result, changed = distill(
             loaded.model,
+            data.groups,
+            data.states,
             plan=plan,
             adam=adam,
             train=training.train,
@@ -79,7 +81,8 @@ def train_model(
             outside=training.trains_outside,
             progress=advance,
             store=JournalStore(journal).begin(WHOLE_MODEL) if journal else None,
-            **vars(data),
+            head=data.head,
+            held_out=data.held_out,
         )
         report.blocks = [_update_zeros(block, blocks[block.index]) for block in report.blocks]
         report.add_changes(changed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.errors import CannotResume, InvalidSetting
+from sparsellm.pipeline.block_recovery import recovery_plan
 from sparsellm.pipeline.export import check_output
 from sparsellm.pipeline.fingerprint import NOT_DECISIVE
 from sparsellm.pipeline.inputs import changed_input, current_inputs
@@ -20,7 +21,6 @@ from sparsellm.pipeline.quantization_file import read_scales
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import RecipeFields, RunFields
 from sparsellm.pipeline.recipe_file import validated
-from sparsellm.pipeline.recovery import recovery_plan
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import PrunedReport, Report
 from sparsellm.pipeline.results import STAGE_STATES, GradualResult, StageResult

@@ -27,12 +27,12 @@ from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.studies.commands import bench_command
 from sparsellm.studies.compare import Comparison, read_comparison
-from sparsellm.studies.comparison import write_tables
 from sparsellm.studies.figures import style
 from sparsellm.studies.page import comparison_page, figure_files, page_name, report_page, speed_page
 from sparsellm.studies.search import Search, search_sparsity
 from sparsellm.studies.sweep_file import read_sweep
 from sparsellm.studies.sweep_runner import Outcome, run_sweep
+from sparsellm.studies.sweep_tables import write_tables
 from sparsellm.studies.target import Target
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path

@@ -15,9 +15,9 @@ from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import plural
+from sparsellm.pipeline.costliest_layers import worst_layers_table
 from sparsellm.pipeline.early_checks import check_results
 from sparsellm.pipeline.export import Result
-from sparsellm.pipeline.layer_costs import worst_layers_table
 from sparsellm.pipeline.output_folder import REPORT, is_sweep
 from sparsellm.pipeline.publication import Paths, local_files
 from sparsellm.pipeline.recipe import Recipe
@@ -29,7 +29,6 @@ from sparsellm.pipeline.speed_record import Bench
 from sparsellm.pipeline.zeros_before import counts
 from sparsellm.studies.commands import exclude_options, report_command, run_command, setting_name, sweep_command, sweep_yaml
 from sparsellm.studies.compare import Comparison, Table
-from sparsellm.studies.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.studies.figures import Plot, style
 from sparsellm.studies.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
 from sparsellm.studies.ranking import claim, rank_figures
@@ -38,6 +37,7 @@ from sparsellm.studies.speed_plots import LEGEND, size_line, speed_plot, speed_t
 from sparsellm.studies.sweep_cells import Sweep, labels_in_words
 from sparsellm.studies.sweep_plots import sweep_plots
 from sparsellm.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
+from sparsellm.studies.sweep_tables import Row, grid, legend, models, shown_measures, table
 from sparsellm.texts.paths import local_path
 
 

@@ -164,7 +164,7 @@ def _run_into(
         resume: As for `work_directory`.
         restart: As for `work_directory`.
         gradual: The gradual pruning that the run belongs to, whose stages its report then has.
-        check: As for `run`.
+        check: As in `RunArguments`.
     """
     name = f"{folder.parent.name}, {recipe.size_label}" if shared and isinstance(recipe, Recipe) else None
     with work_directory(folder, resume, restart) as work:

@@ -38,7 +38,7 @@ class Published(BaseModel, frozen=True):
     """Published values, to compare with those of a sweep.
 
     Attributes:
-        measure: Name of the measure, as in `comparison.measures`.
+        measure: Name of the measure, as in `measures.measures`.
         figures: Pairs of labels by axis, which select cells, and a value.
     """
 

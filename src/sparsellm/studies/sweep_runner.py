@@ -275,7 +275,7 @@ def run_cell(
         cell_folder: The cell, locked by this process.
         shared: Cache of results on dense models.
         device: Overrides the device of the recipe.
-        check: As for `run`.
+        check: As in `RunArguments`.
         then: Called with the result while the files of the run exist.
     """
     recipe = _on_device(cell_folder.cell.recipe, device)

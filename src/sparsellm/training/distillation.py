@@ -42,7 +42,7 @@ RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0}
 """Learning rate of each set of trained parameters, relative to that of all; chosen on a Llama of width 256 at 80 %."""
 
 
-def model_training(
+def adam_for(
     model: PreTrainedModel,
     steps: int,
     *,

@@ -13,7 +13,7 @@ from sparsellm.errors import BadCheckpoint, NonFinite
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest
-from sparsellm.training.distillation import model_training
+from sparsellm.training.distillation import adam_for
 from sparsellm.training.masked_training import MaskedAdam
 from sparsellm.training.memory import trained_bytes
 from sparsellm.training.quantized_training import (
@@ -147,7 +147,7 @@ def test_integers_can_change_at_every_width(width: int) -> None:
     scales = {block.full_name("mlp.up_proj"): Scales(quantized.scales, quantized.format)}
     layers = list(rounded_layers(block, scales, {block.full_name("mlp.up_proj.weight")}))
     training = QuantizedParameters({layers[0].parameter: block.layer("mlp.up_proj").weight}, {}, layers)
-    adam = model_training(model, 300)
+    adam = adam_for(model, 300)
     before = layers[0].quantized.integers.clone()
     with torch.no_grad():
         training.trained[f"{layers[0].full_name}.weight"] += adam.steps * adam.rate / 2  # the mean rate is half of the first
