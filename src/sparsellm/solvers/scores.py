@@ -28,7 +28,7 @@ class LayerSolver(Protocol):
         """Compute the pruned weight without modifying `problem`.
 
         Returns:
-            The weight, (out, in), zero wherever `pattern` removes and in `problem.pruned_mask`; masks of `problem.keep` do both.
+            The weight, (out, in), zero where `pattern` removes and in `problem.pruned_mask`; masks of `problem.keep` do both.
 
         Raises:
             SingularGram: If a factorisation fails.
