@@ -243,6 +243,21 @@ def test_help_shows_every_public_name() -> None:
         assert re.search(rf"^ +(class )?{name}\b", text, re.MULTILINE), name
 
 
+def test_files_that_texts_name_are_there() -> None:
+    """As `sparsellm.folder.file`, with a name in it or without, and in the documentation as `folder/file`."""
+    folders = {file.split("/")[0] for file in FILES if "/" in file}
+    there = {*FILES, *(file.removesuffix("/__init__") for file in FILES)}
+    wrong = []
+    for file in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md")]):
+        text = file.read_text(encoding="utf-8")
+        named = {name.replace(".", "/") for name in re.findall(r"sparsellm\.([a-z_]+(?:\.[a-z_0-9]+)+)", text)}
+        named |= {f"{folder}/{name}" for folder, name in re.findall(r"`([a-z]+)/([a-z_0-9]+)(?:\.py|\.\w+)?`", text)}
+        for name in named:
+            if name.split("/")[0] in folders and not there & {name, name.rpartition("/")[0] if name.count("/") > 1 else name}:
+                wrong.append(f"{file.name}: {name}")
+    assert not wrong
+
+
 def test_a_public_name_is_unique_in_the_package() -> None:
     """But for commands, each of which has a function of its name in Python, and variables of types."""
     places: dict[str, set[str]] = {}
