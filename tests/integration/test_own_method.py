@@ -127,6 +127,21 @@ def test_settings_of_layers_go_with_a_solver(settings: dict[str, Any], tiny: dic
     assert weights(results[0]) == weights(results[1])
 
 
+@dataclass(frozen=True)
+class Refilling(LargestFirst):
+    """A solver that gives values to weights that were zero."""
+
+    def solve(self, problem: sparsellm.LayerProblem, pattern: sparsellm.Pattern) -> Tensor:
+        return (problem.weight + 1) * pattern.keep(-problem.weight.abs())
+
+
+def test_a_solver_that_does_not_keep_zeros_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
+    half = sparsellm.prune(str(tiny["llama"]), "magnitude", "50%").save_pretrained(tmp_path / "half")
+    assert sparsellm.prune(str(half), Refilling(), "60%").report.sparsity == pytest.approx(0.6, abs=1e-3)
+    with pytest.raises(InvalidSetting, match=r"Refilling gives values to weights of .*q_proj that `keep_zeros` keeps at zero"):
+        sparsellm.prune(str(half), Refilling(), "60%", keep_zeros=True)
+
+
 def test_the_package_s_methods_are_objects_too(tiny: dict[str, Path], text_file: Path) -> None:
     settings: dict[str, Any] = {"calibration": str(text_file), "sparsity": ["50%", "60%"], "allocation": "fisher", **SIZE}
     method = sparsellm.SparseLLM(solver=PowerWanda())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
-from sparsellm.errors import NonFinite, SingularGram
+from sparsellm.errors import InvalidSetting, NonFinite, SingularGram
 from sparsellm.methods import EpochResult, LayerResult, Plan, assign_owners, broadcast_results, planned_layers
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives, devices
@@ -203,7 +203,8 @@ def prune_layer(
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name: str) -> tuple[Tensor, float | None]:
     """Solve a layer problem, raising the damping tenfold as often as a factorisation fails.
 
-    A layer that received no token, as experts of an unknown model family may, loses its smallest weights.
+    A layer that received no token, as experts of an unknown model family may, loses its smallest weights, unless the solver needs
+    no inputs.
 
     Args:
         name: Full name of the layer, for errors.
@@ -214,11 +215,12 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
     Raises:
         SingularGram: If a factorisation fails even with `LARGEST_DAMPING`.
         NonFinite: If the weight is not finite.
+        InvalidSetting: If a solver of the user's own has a value for a weight that `problem.pruned_mask` keeps at zero.
     """
     if pattern.count_removed(problem.weight.numel()) == 0:
         mask = problem.pruned_mask
         return problem.weight.clone() if mask is None else problem.weight.masked_fill(mask, 0), None
-    if problem.inputs.tokens == 0:
+    if problem.inputs.tokens == 0 and solver.needs is not TokenCount:
         score = problem.weight.abs() if problem.row_scale is None else problem.weight.abs() * problem.row_scale
         return problem.weight * problem.keep(pattern, score), None
     try:
@@ -240,6 +242,11 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
             raise NonFinite(message) from error
         error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
         raise
+    if problem.pruned_mask is not None and bool(weight[problem.pruned_mask].any()):
+        raise InvalidSetting(
+            f"{type(solver).__name__} gives values to weights of {name} that `keep_zeros` keeps at zero. Take the masks of its "
+            "solve from problem.keep, or leave out `keep_zeros`."
+        )
     return weight, damping
 
 
