@@ -203,8 +203,8 @@ def prune_layer(
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name: str) -> tuple[Tensor, float | None]:
     """Solve a layer problem, raising the damping tenfold as often as a factorisation fails.
 
-    A layer that received no token, as experts of an unknown model family may, loses its smallest weights, unless the solver needs
-    no inputs.
+    A layer that received no token, as experts of an unknown model family may, loses its smallest weights where the solver needs
+    inputs.
 
     Args:
         name: Full name of the layer, for errors.
