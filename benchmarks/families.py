@@ -163,6 +163,7 @@ class Trial:
         def work(pipe: Connection) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             warnings.simplefilter("ignore")
+            torch.set_num_threads(1)  # OpenMP's threads are not forked
             pipe.send(measured(kind))
 
         here, there = multiprocessing.Pipe()

@@ -141,7 +141,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sparsellm.formats.csr_triton import GROUP, GROUPS, MAX_CSR_TOKENS, WARPS, _dense_kernel, _product_kernel
-for kernel, own in ((_product_kernel, dict(TOKENS=MAX_TOKENS)), (_dense_kernel, {})):
+for kernel, own in ((_product_kernel, dict(TOKENS=MAX_CSR_TOKENS)), (_dense_kernel, {})):
     for dtype in ("*bf16", "*fp16", "*fp32"):
         for columns, offsets in (("*i16", "*u8"), ("*u8", "*i16"), ("*i32", "*i32")):
             types = dict.fromkeys(("x", "values", "y", "dense"), dtype) | dict.fromkeys(("outputs", "columns", "tokens"), "i32")
