@@ -89,8 +89,8 @@ def fork_server(output: Path) -> Iterator[ForkServerContext]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["sparsellm.cli.app", "tests.warm", __name__])
-        finished(context, ["--version"], output)  # the server has started when this has ended
-        yield context
+        finished(context, ["--version"], output)  # the server has started when this has ended, with these variables
+    yield context
 
 
 def started(server: ForkServerContext, words: Sequence[object], output: Path) -> ForkServerProcess:
