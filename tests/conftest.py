@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[CACHE] = tempfile.mkdtemp(prefix="sparsellm-tests-")
     import torch
 
+    from sparsellm.formats import kernels
     from sparsellm.models.sparse_matmul import max_density
     from sparsellm.pipeline.compute_dtype import bf16_speedup
     from sparsellm.pipeline.machine_cache import use_cache
@@ -49,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     use_cache()
     onednn_speedup(), bf16_matmul_speedup(), max_density(), max_density(torch.bfloat16), bf16_speedup(torch.device("cpu"))
+    kernels.most_tokens(torch.bfloat16), kernels.most_dense_tokens()
     alternatives.keep()
 
 

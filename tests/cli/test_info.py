@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sparsellm.cli import info
 from sparsellm.cli.app import app
-from sparsellm.formats import kernel_library, kernels, memory_reads
+from sparsellm.formats import kernels, memory_reads
 from sparsellm.pipeline.recipe_fields import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_json_has_the_same_facts() -> None:
 
 def test_missing_parts_say_how_to_get_them() -> None:
     with (
-        mock.patch.object(kernel_library, "load_kernels", return_value=None),
+        mock.patch.object(kernels, "load_kernels", return_value=None),
         mock.patch.object(info, "_version", lambda package: None if package == "matplotlib" else "1.0"),
     ):
         text = " ".join(CliRunner().invoke(app, ["info"], env={"COLUMNS": "80"}).stdout.split())

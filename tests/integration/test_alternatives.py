@@ -13,11 +13,14 @@ from torch.nn.functional import linear
 import sparsellm
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.kernel_library import Library
+from sparsellm.formats.linear import DenseLinear
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import matmul_of, max_density
 from sparsellm.pipeline import startup
 from sparsellm.pipeline.journal import Journal
 from sparsellm.runtime import alternatives, devices, products
+from sparsellm.runtime.native import load_library
 
 CPU = torch.device("cpu")
 
@@ -91,10 +94,40 @@ def products_of(rows: int, columns: int, tokens: int) -> Iterator[tuple[Callable
         with product_dtype_context(CPU, None):
             yield partial(products.linear, x, dense), partial(chosen, x, None)
     if kernels.instruction_set():
-        packed = Bitmask.from_dense(weight.bfloat16().where(weight > 0, 0.0))
-        for count in (kernels.PASS, kernels.MAX_TOKENS):
+        packed, dense = Bitmask.from_dense(weight.bfloat16().where(weight > 0, 0.0)), weight.bfloat16()
+        head = DenseLinear(columns, rows, bias=False)
+        head.weight.data = dense
+        for count in kernels.PACKED_TOKENS:
             x = inputs[:count].bfloat16()
             yield partial(kernels._multiply_tiles, x, packed, None), partial(kernels.packed_matmul, x, packed)
+            yield partial(linear, x, dense), partial(head, x)
+
+
+@pytest.mark.skipif(len(kernels.instruction_sets()) < 3, reason="no set to choose from")
+@pytest.mark.parametrize(("speedup", "chosen"), [(0.9, -1), (1.05, -1), (1.2, 1)])
+def test_another_instruction_set_where_it_is_clearly_faster(
+    speedup: float, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that the processor's flags promise most of, and not by noise; the same product."""
+    monkeypatch.setattr(alternatives, "measure_speedup", lambda *_: (speedup, False))
+    monkeypatch.setattr(alternatives, "store", None)
+    monkeypatch.setattr(kernels, "load_kernels", lambda: library)
+    alternatives.forget()
+    library = Library(load_library())
+    assert kernels.instruction_set() == kernels.instruction_sets()[chosen]
+    weight, x = normal(64, 128).bfloat16(), normal(1, 128).bfloat16()
+    torch.testing.assert_close(kernels.packed_matmul(x, Bitmask.from_dense(weight)), x @ weight.T, rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize(("gain", "least"), [(1.0, 1.0), (4 / 3, 0.5), (2.0, 0.0)])
+def test_small_matrices_are_for_one_thread(gain: float, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads take o + t/2 where one takes t. As fast as one, they are faster with more elements than were measured."""
+    elements = kernels.SMALL[0] * kernels.SMALL[1]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(kernels, "fastest_kernels", object)
+    monkeypatch.setattr(kernels, "instruction_set", lambda: "avx2")
+    alternatives.adopt({"packed products by all threads, avx2": gain})
+    assert kernels.least_for_threads() == pytest.approx(least * elements)
 
 
 @pytest.mark.parametrize(("speedup", "used"), [(0.03, False), (2.0, True)])
@@ -105,19 +138,18 @@ def test_solvers_round_where_that_is_faster(speedup: float, used: bool) -> None:
 
 
 @pytest.mark.skipif(not kernels.instruction_set(), reason="no kernels are compiled")
-@pytest.mark.parametrize(("speedup", "by_kernel"), [(0.9, False), (1.1, True)])
-def test_several_passes_where_they_are_faster(speedup: float, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured decides which of the two multiplies more than 8 tokens; it is the same product."""
+@pytest.mark.parametrize(("most", "decoded"), [(16, [17]), (8, [9, 17]), (1, [4, 9, 17]), (0, [1, 4, 9, 17])])
+def test_as_many_tokens_as_the_kernel_is_faster_with(most: int, decoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured decides which of the two multiplies; it is the same product."""
     weight, called = normal(64, 128).bfloat16(), []
-    monkeypatch.setattr(alternatives, "measure_speedup", lambda *_: (speedup, False))
-    monkeypatch.setattr(alternatives, "store", None)
-    tiles = kernels._multiply_tiles
+    tiles, used = kernels._multiply_tiles, kernels.instruction_set()
+    names = {count: kernels._comparison("packed products", count, torch.bfloat16, used) for count in kernels.PACKED_TOKENS}
     monkeypatch.setattr(kernels, "_multiply_tiles", lambda *parts: called.append(len(parts[0])) or tiles(*parts))
-    alternatives.forget()
-    for tokens in (kernels.PASS, kernels.PASS + 1, kernels.MAX_TOKENS, kernels.MAX_TOKENS + 1):
+    alternatives.adopt({name: 1.1 if count <= most else 0.9 for count, name in names.items()})
+    for tokens in (1, 4, 9, 17):
         x = normal(tokens, 128).bfloat16()
         torch.testing.assert_close(kernels.packed_matmul(x, Bitmask.from_dense(weight)), x @ weight.T, rtol=2e-2, atol=0.1)
-    assert called == ([17] if by_kernel else [9, 16, 17])
+    assert called == decoded
 
 
 @pytest.mark.long

@@ -137,15 +137,16 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
         return x @ weight.T
 
     monkeypatch.setattr(linear, "dense_matmul", dense_matmul)
+    monkeypatch.setattr(linear, "most_dense_tokens", lambda: 4)
     monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
     model = AutoModelForCausalLM.from_pretrained(tiny["opt"], dtype=torch.bfloat16).eval()
     copied, layers = with_own_kernel(model), sum(isinstance(module, nn.Linear) for module in model.modules())
     assert copied is not None
-    for tokens in (linear.PASS, linear.PASS + 1):
+    for tokens in (4, 5, linear.DENSE_TOKENS[0] + 1):
         calls.clear()
         with torch.no_grad():
             logits = copied(torch.arange(tokens)[None]).logits
-            assert calls == ([tokens] * layers if tokens <= linear.PASS else [])
+            assert calls == ([tokens] * layers if tokens == 4 else [])
             torch.testing.assert_close(logits, model(torch.arange(tokens)[None]).logits, rtol=0.02, atol=0.02)
     assert weight_bytes(copied) == weight_bytes(model)
     assert with_own_kernel(AutoModelForCausalLM.from_pretrained(tiny["llama"], dtype=torch.float32)) is None

@@ -88,7 +88,11 @@ def _examine() -> dict[str, Any]:
             "bfloat16_used": devices.multiplies_bfloat16(torch.device("cpu")),
         },
         "skipped_zeros": {"max_density": max_density()},
-        "packed": {"tokens": kernels.most_tokens(torch.bfloat16) if kernels.instruction_set() else 0},
+        "packed": {
+            "tokens": kernels.most_tokens(torch.bfloat16),
+            "dense_tokens": kernels.most_dense_tokens(),
+            "least_for_threads": kernels.least_for_threads(),
+        },
         "unsteady": alternatives.unsteady(),
         "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
         "accelerators": [
@@ -136,14 +140,17 @@ def _machine(found: dict[str, Any]) -> list[list[str]]:
 
 def _choices(found: dict[str, Any]) -> list[list[str]]:
     """The lines of what was measured, each with what was chosen."""
-    passes, solvers, full = found["bfloat16"], found["solvers"], found["float32"]
-    density, packed = found["skipped_zeros"]["max_density"], found["packed"]["tokens"]
+    passes, solvers, full, kernels = found["bfloat16"], found["solvers"], found["float32"], found["kernels"]["in_use"]
+    density, packed = found["skipped_zeros"]["max_density"], found["packed"]
+    all_threads = f"{plural(found['threads'], 'thread')} from {max(packed['least_for_threads'], 0):,.0f} elements on"
     return [
         ["bfloat16, passes", _chosen(passes["speedup"], "float32", used=passes["used"])],
         ["bfloat16, solvers", _chosen(solvers["bfloat16_speedup"], "float32", used=solvers["bfloat16_used"])],
         ["float32, oneDNN", _chosen(full["onednn_speedup"], "torch's own", used=full["onednn_used"])],
         ["zeros in products", f"skipped from {100 * (1 - density):.0f} % zeros on" if density else "not skipped"],
-        *([["packed weights", f"multiplied by kernels up to {packed} tokens, decoded for more"]] if packed else []),
+        *([["packed weights", f"multiplied by kernels up to {packed['tokens']} tokens, decoded for more"]] if kernels else []),
+        *([["dense heads", f"multiplied by kernels up to {packed['dense_tokens']} tokens"]] if kernels else []),
+        *([["threads of kernels", all_threads]] if kernels and found["threads"] > 1 else []),
         *(["not kept", f"{name}: measured under load"] for name in found["unsteady"]),
     ]
 

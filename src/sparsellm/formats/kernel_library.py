@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sparsellm.errors import InvalidSetting
 from sparsellm.runtime import native
 
 INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
@@ -25,14 +24,24 @@ MISSING = (
 
 
 class Library:
-    """The compiled functions, and the number of the instruction set in use."""
+    """The compiled functions.
+
+    Attributes:
+        names: Names of the instruction sets that the processor and the library have.
+        number: Number of the one in use: the preferred one until another is chosen.
+        is_chosen: Whether one was chosen.
+    """
 
     def __init__(self, library: Any) -> None:
         present = library.sparsellm_instruction_sets()
         self.names = [name for number, name in enumerate(INSTRUCTION_SETS) if present >> number & 1]
-        self.number = INSTRUCTION_SETS.index(self.names[-1])
+        self.number, self.is_chosen = INSTRUCTION_SETS.index(self.names[-1]), False
         library.sparsellm_use_openmp(openmp_start())
         self.matmul, self.decode, self.read = library.sparsellm_matmul, library.sparsellm_decode, library.sparsellm_read
+
+    def use(self, name: str) -> None:
+        """Choose an instruction set, one of `names`."""
+        self.number, self.is_chosen = INSTRUCTION_SETS.index(name), True
 
 
 def openmp_start() -> ctypes.c_void_p | None:
@@ -48,34 +57,6 @@ def load_kernels() -> Library | None:
     """The kernels; None if they are not compiled."""
     library = native.load_library()
     return None if library is None else Library(library)
-
-
-def instruction_set() -> str | None:
-    """Return the name of the instruction set in use; None without the compiled library."""
-    library = load_kernels()
-    return None if library is None else INSTRUCTION_SETS[library.number]
-
-
-def instruction_sets() -> list[str]:
-    """Return the names of the instruction sets that this processor and the library have, the preferred one last."""
-    library = load_kernels()
-    return [] if library is None else list(library.names)
-
-
-def set_instruction_set(name: str | None) -> None:
-    """Use another instruction set than the preferred one, for comparisons and tests.
-
-    Args:
-        name: One of `instruction_sets()`; None for the preferred one.
-
-    Raises:
-        InvalidSetting: This processor or the library does not have it.
-    """
-    library = load_kernels()
-    names = instruction_sets()
-    if library is None or name not in (None, *names):
-        raise InvalidSetting(f"instruction set got {name!r}; this machine has {', '.join(names) or 'no compiled kernels'}.")
-    library.number = INSTRUCTION_SETS.index(name or names[-1])
 
 
 @cache

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.checkpoints.headers import dtype_name
+from sparsellm.errors import InvalidSetting, plural
 from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.kernel_library import TYPES, Library, load_kernels, warn_missing
-from sparsellm.formats.kernel_library import instruction_set as instruction_set
-from sparsellm.formats.kernel_library import instruction_sets as instruction_sets
-from sparsellm.formats.kernel_library import set_instruction_set as set_instruction_set
+from sparsellm.formats.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_kernels, warn_missing
 from sparsellm.formats.parts import DTYPES
 from sparsellm.formats.running_form import check_layout, check_tensor, is_aligned
 from sparsellm.runtime.alternatives import Computation, speedup
@@ -21,12 +21,15 @@ from sparsellm.solvers.integers import IntegerFormat
 MAX_TOKENS = 16
 """Tokens up to which the kernels may multiply. From there on, torch's product with decoded rows takes less time."""
 
-PASS = 8
-"""Tokens up to which the kernels multiply. Whether they do so with more of them, in several passes, is measured; always if the
-values are integers."""
+PACKED_TOKENS, DENSE_TOKENS = (MAX_TOKENS, 8, 4, 1), (8, 4, 1)
+"""Numbers of tokens with which the kernels are compared with torch's products, from the largest on. They read a matrix once
+for 8 tokens at most."""
 
-MEASURED = (1024, 2048)
-"""Rows and columns of the matrix that is measured for this."""
+MEASURED, SMALL = (1024, 2048), (512, 512)
+"""Rows and columns of the matrix that is measured for this, and of the one that one thread multiplies, or all."""
+
+CLEARLY = 1.1
+"""Least speedup of another instruction set than the preferred one, so that noise does not decide the last bits."""
 
 TILE = 2**20
 """Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
@@ -129,36 +132,155 @@ def multiply(
     if bias is not None and (bias.shape != (rows,) or bias.device != x.device):
         raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
-    library = load_kernels()
+    library = fastest_kernels()
     can = 0 < tokens <= MAX_TOKENS and x.is_cpu
     # Integers stay with the kernel: the other way rounds their products with the scales.
-    if library is None or not can or (tokens > PASS and scales is None and tokens > most_tokens(values.dtype)):
+    if library is None or not can or (scales is None and tokens > most_tokens(values.dtype)):
         return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
     parts = _addresses((mask, values, row_starts), scales, group_size)
-    return _call(library, x, parts, shape=(rows, columns), bias=bias)
+    return _call(library, x, parts, shape=(rows, columns), threads=threads_for(rows * columns), bias=bias)
+
+
+def fastest_kernels() -> Library | None:
+    """Return the kernels with the instruction set that multiplies fastest; None if they are not compiled.
+
+    Measured once, as `sparsellm.runtime.alternatives` does, where a processor has several sets besides the portable code.
+    """
+    library = load_kernels()
+    if library is not None and not library.is_chosen:
+        library.use(_fastest_set(library))
+    return library
+
+
+def instruction_set() -> str | None:
+    """Return the name of the instruction set in use; None without the compiled library."""
+    library = fastest_kernels()
+    return None if library is None else INSTRUCTION_SETS[library.number]
+
+
+def instruction_sets() -> list[str]:
+    """Return the names of the instruction sets that this processor and the library have, the preferred one last."""
+    library = load_kernels()
+    return [] if library is None else list(library.names)
+
+
+def set_instruction_set(name: str | None) -> None:
+    """Use another instruction set than the fastest one, for comparisons and tests.
+
+    Args:
+        name: One of `instruction_sets()`; None for the fastest one.
+
+    Raises:
+        InvalidSetting: This processor or the library does not have it.
+    """
+    library = load_kernels()
+    names = instruction_sets()
+    if library is None or name not in (None, *names):
+        raise InvalidSetting(f"instruction set got {name!r}; this machine has {', '.join(names) or 'no compiled kernels'}.")
+    library.use(name or _fastest_set(library))
+
+
+def _fastest_set(library: Library) -> str:
+    """Measure which instruction set multiplies a packed token fastest; the preferred one, unless another is clearly faster."""
+    *others, best = [name for name in library.names if name != "portable"] or ["portable"]
+
+    def make(other: str, preferred: str) -> tuple[Computation, Computation]:
+        x, weight = _drawn(torch.bfloat16, 1)
+        return lambda: multiply_by(preferred, x, weight), lambda: multiply_by(other, x, weight)
+
+    def multiply_by(name: str, x: Tensor, weight: Bitmask) -> None:
+        library.use(name)
+        _call_packed(library, x, weight, torch.get_num_threads())
+
+    for name in reversed(others):
+        if speedup(f"packed products by {name}, beside {best}", partial(make, name, best)) > CLEARLY:
+            best = name
+    return best
 
 
 def most_tokens(dtype: torch.dtype) -> int:
     """Return up to how many tokens the kernels multiply by packed values that are no integers; with more, rows are decoded.
 
-    Measured once, as `sparsellm.runtime.alternatives` does: `MAX_TOKENS` tokens by passes of the kernel, and by torch.
+    Measured once, as `sparsellm.runtime.alternatives` does.
 
     Args:
         dtype: Dtype of the packed values and of the tokens.
     """
 
-    def make() -> tuple[Computation, Computation]:
-        generator = torch.Generator().manual_seed(0)
-        x, dense = (torch.randn(size, MEASURED[1], generator=generator).to(dtype) for size in (MAX_TOKENS, MEASURED[0]))
-        weight = Bitmask.from_dense(dense.where(dense > 0, 0.0))
-        library = load_kernels()
-        assert library is not None
-        parts = _addresses((weight.mask, weight.values, weight.row_starts), None, 0)
-        return lambda: _multiply_tiles(x, weight, None), lambda: _call(library, x, parts, shape=MEASURED)
+    def make(library: Library, tokens: int) -> tuple[Computation, Computation]:
+        x, weight = _drawn(dtype, tokens)
+        by_torch, by_kernel = partial(_multiply_tiles, x, weight, None), partial(_call_packed, library, x, weight)
+        return by_torch, partial(by_kernel, torch.get_num_threads())
 
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        gain = speedup(f"packed products, {str(dtype).removeprefix('torch.')}, {instruction_set()}", make)
-    return MAX_TOKENS if gain >= 1 else PASS
+    return _most("packed products", PACKED_TOKENS, dtype, make)
+
+
+def most_dense_tokens() -> int:
+    """Return up to how many bfloat16 tokens `dense_matmul` multiplies faster than torch.
+
+    Measured once, as `sparsellm.runtime.alternatives` does.
+    """
+
+    def make(library: Library, tokens: int) -> tuple[Computation, Computation]:
+        x, packed = _drawn(torch.bfloat16, tokens)
+        weight = packed.to_dense()
+        by_torch, by_kernel = partial(torch.nn.functional.linear, x, weight), partial(_call_dense, library, x, weight)
+        return by_torch, partial(by_kernel, torch.get_num_threads())
+
+    return _most("dense products", DENSE_TOKENS, torch.bfloat16, make)
+
+
+def _most(
+    kind: str,
+    counts: tuple[int, ...],
+    dtype: torch.dtype,
+    make: Callable[[Library, int], tuple[Computation, Computation]],
+) -> int:
+    """Return the most tokens for which the second computation, by the kernels, is not slower than the first, or 0."""
+    library = fastest_kernels()
+    if library is None:
+        return 0
+    for count in counts:
+        if speedup(_comparison(kind, count, dtype, instruction_set()), partial(make, library, count)) >= 1:
+            return count
+    return 0
+
+
+@cache
+def _comparison(kind: str, count: int, dtype: torch.dtype, used: str | None) -> str:
+    """Name of a comparison with torch's products."""
+    return f"{kind} of {plural(count, 'token')}, {dtype_name(dtype)}, {used}"
+
+
+def threads_for(weights: int) -> int:
+    """Return how many threads multiply a token by a matrix of so many elements: torch's, or one where that takes less time."""
+    return torch.get_num_threads() if weights >= least_for_threads() else 1
+
+
+def least_for_threads() -> float:
+    """Return with how many elements of a matrix all threads multiply a token faster than one.
+
+    Where one thread takes t seconds, n threads take o + t / n. o is measured once for each n, as
+    `sparsellm.runtime.alternatives` does, as a share of the time of a matrix of `SMALL`; t is proportional to the elements.
+    """
+    threads = torch.get_num_threads()
+    library = fastest_kernels()
+    if threads == 1 or library is None:
+        return 0
+
+    def make() -> tuple[Computation, Computation]:
+        x, weight = _drawn(torch.bfloat16, 1, SMALL)
+        return partial(_call_packed, library, x, weight, 1), partial(_call_packed, library, x, weight, threads)
+
+    gain = speedup(f"packed products by all threads, {instruction_set()}", make)
+    return SMALL[0] * SMALL[1] * (1 / gain - 1 / threads) / (1 - 1 / threads)
+
+
+def _drawn(dtype: torch.dtype, tokens: int, shape: tuple[int, int] = MEASURED) -> tuple[Tensor, Bitmask]:
+    """Draw tokens and a matrix of which one half is zero, to be measured."""
+    generator = torch.Generator().manual_seed(0)
+    x, dense = (torch.randn(size, shape[1], generator=generator).to(dtype) for size in (tokens, shape[0]))
+    return x, Bitmask.from_dense(dense.where(dense > 0, 0.0))
 
 
 def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -174,14 +296,14 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
     Raises:
         InvalidSetting: A shape, dtype or device does not match.
     """
-    library = load_kernels()
+    library = fastest_kernels()
     rows, columns = weight.shape
     if x.dtype not in DTYPES:
         raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
     if library is None or len(x) > MAX_TOKENS or not (x.is_cpu and is_aligned(weight)):
         return (x @ weight.to(x.dtype).T).to(x.dtype)
     check_tensor("The dense weight", weight, (torch.bfloat16,), (rows, x.shape[-1]), device=x.device)
-    return _call(library, x, (None, weight.data_ptr(), TYPES[weight.dtype], None, None, 0), shape=(rows, columns))
+    return _call_dense(library, x, weight, threads_for(rows * columns))
 
 
 def decode_rows(
@@ -208,7 +330,7 @@ def decode_rows(
         InvalidSetting: The rows, the dtype or `out` do not fit the matrix.
     """
     check_layout(weight)
-    library = load_kernels()
+    library = fastest_kernels()
     stop = weight.shape[0] if stop is None else stop
     if not 0 <= start <= stop <= weight.shape[0]:
         raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
@@ -223,7 +345,7 @@ def decode_rows(
         return _decode_tiles(weight, start, dense)
     library.decode(
         library.number,
-        torch.get_num_threads(),
+        threads_for((stop - start) * weight.shape[1]),
         weight.mask.data_ptr(),
         weight.values.data_ptr(),
         TYPES[weight.values.dtype],
@@ -254,8 +376,27 @@ def _addresses(parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, grou
     return mask, values, TYPES[parts[1].dtype], row_starts, None if scales is None else scales.data_ptr(), group_size
 
 
+def _call_packed(library: Library, x: Tensor, weight: Bitmask, threads: int) -> Tensor:
+    """Multiply at most `MAX_TOKENS` tokens by a packed matrix without integers."""
+    parts = _addresses((weight.mask, weight.values, weight.row_starts), None, 0)
+    return _call(library, x, parts, shape=weight.shape, threads=threads)
+
+
+def _call_dense(library: Library, x: Tensor, weight: Tensor, threads: int) -> Tensor:
+    """Multiply at most `MAX_TOKENS` tokens by a dense bfloat16 matrix, (out, in)."""
+    rows, columns = weight.shape
+    parts = None, weight.data_ptr(), TYPES[weight.dtype], None, None, 0
+    return _call(library, x, parts, shape=(rows, columns), threads=threads)
+
+
 def _call(
-    library: Library, x: Tensor, parts: tuple[int | None, ...], *, shape: tuple[int, int], bias: Tensor | None = None
+    library: Library,
+    x: Tensor,
+    parts: tuple[int | None, ...],
+    *,
+    shape: tuple[int, int],
+    threads: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply at most `MAX_TOKENS` tokens by a matrix of a shape: its mask, values, their type and its rows' positions."""
     dtype = x.dtype
@@ -269,7 +410,7 @@ def _call(
     tokens = x.shape[:-1].numel()
     failed = library.matmul(
         library.number,
-        torch.get_num_threads(),
+        threads,
         x.data_ptr(),
         TYPES[x.dtype],
         tokens,

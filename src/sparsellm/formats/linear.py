@@ -16,7 +16,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.formats import csr_triton
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype
 from sparsellm.formats.encoding import decode_parts, encode
-from sparsellm.formats.kernels import PASS, decode_rows, dense_matmul, multiply
+from sparsellm.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, most_dense_tokens, multiply
 from sparsellm.formats.parts import PARTS
 from sparsellm.formats.running_form import check_numbers
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
@@ -304,8 +304,7 @@ class Product(torch.autograd.Function):
 class DenseLinear(nn.Linear):
     """A dense linear layer of a packed model, such as its head.
 
-    Up to `PASS` bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads the weight faster than
-    PyTorch. For more it would read it twice.
+    Few bfloat16 tokens on a CPU are multiplied by this package's kernel where it reads the weight faster than PyTorch.
     An `nn.Linear` becomes one by `layer.__class__ = DenseLinear`.
     """
 
@@ -313,8 +312,9 @@ class DenseLinear(nn.Linear):
         """Map (..., in) to (..., out)."""
         trained = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         is_bfloat16 = x.dtype is self.weight.dtype is torch.bfloat16
-        few = 0 < x.numel() <= PASS * self.in_features
-        if trained or not is_bfloat16 or not few or not x.is_cpu or torch.compiler.is_compiling():
+        tokens = x.numel() // max(self.in_features, 1)
+        is_usual = trained or not is_bfloat16 or not x.is_cpu or torch.compiler.is_compiling()
+        if is_usual or not 0 < tokens <= DENSE_TOKENS[0] or tokens > most_dense_tokens():
             return super().forward(x)
         product = dense_matmul(x.reshape(-1, self.in_features), self.weight).view(*x.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias

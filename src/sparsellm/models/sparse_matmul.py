@@ -126,8 +126,7 @@ def max_density(products: torch.dtype | None = None) -> float:
         return lambda: linear(inputs, rounded), lambda: kernel(inputs.float()).to(products)
 
     name = SKIPPING_ZEROS if products is None else f"{SKIPPING_ZEROS}, beside {products}"
-    with torch.autocast("cpu", enabled=False):
-        return min(MAX_DENSITY, MEASURED_DENSITY * speedup(name, make) / MARGIN)
+    return min(MAX_DENSITY, MEASURED_DENSITY * speedup(name, make) / MARGIN)
 
 
 def matmul_of(weight: Tensor, products: torch.dtype | None = None) -> MatMul:

@@ -123,7 +123,7 @@ static void run_with_pool(const Job *job, int threads) {
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (chunks > job->rows / ROW_STEP) chunks = job->rows / ROW_STEP;
     if (chunks > MAX_CHUNKS) chunks = MAX_CHUNKS;
-    if (threads == 1 || chunks < 2 || job->rows * job->columns < 1 << 16) {
+    if (threads == 1 || chunks < 2) {
         job->function(job, 0, job->rows);
         return;
     }

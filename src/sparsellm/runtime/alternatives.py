@@ -75,7 +75,8 @@ def speedup(name: str, make: Callable[[], tuple[Computation, Computation]], mach
     with store.locked() if store else nullcontext():
         value = store.read(where).get(name) if store else None
         if value is None:
-            value, is_steady = measure_speedup(*make())
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                value, is_steady = measure_speedup(*make())
             if not is_steady:
                 _unsteady.add(name)
             elif store:
@@ -123,7 +124,6 @@ def forget() -> None:
     _unsteady.clear()
 
 
-@torch.no_grad()
 def measure_speedup(usual: Computation, other: Computation) -> tuple[float, bool]:
     """Measure `speedup`, and whether other programs left the result alone.
 

@@ -123,8 +123,7 @@ def onednn_speedup() -> float:
         )
         return lambda: inputs @ weight.T, lambda: kernel(inputs, weight, None)
 
-    with torch.autocast("cpu", enabled=False):
-        return speedup(ONEDNN_PRODUCTS, make)
+    return speedup(ONEDNN_PRODUCTS, make)
 
 
 def bf16_matmul_speedup() -> float:
@@ -142,8 +141,7 @@ def bf16_matmul_speedup() -> float:
         rounded = right.bfloat16()
         return lambda: left @ right, lambda: torch.mm(left.bfloat16(), rounded).to(left.dtype)
 
-    with torch.autocast("cpu", enabled=False):
-        return speedup(BFLOAT16_NAME, make)
+    return speedup(BFLOAT16_NAME, make)
 
 
 def uses_onednn() -> bool:
