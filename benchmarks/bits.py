@@ -5,7 +5,8 @@
     python benchmarks/render.py                 # the page, from the figures
 
 Bits count everything that a pruned layer stores: mask, values, scales, zero points, exponents outside of the dictionary. The
-dense rivals are rounding to nearest and GPTQ (`gptq.py`), symmetric and with zero points. A sparse model is pruned once for
+dense rivals are rounding to nearest and GPTQ (`gptq.py`), symmetric and with zero points, and for Llama models whose layers
+are a multiple of 256 wide llama.cpp's types, if `llama-cpp-python` and `gguf` are installed. A sparse model is pruned once for
 each sparsity and seed, kept in `--work`, and rounded to each number of bits. A killed run continues with the next figure.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -224,6 +226,34 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
         yield f"recovered mixed, one run, {budget} bits", lambda b=budget: in_one_run({"bits": b}, recovered=True)
 
 
+def llama_cpp_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
+    """llama.cpp's types, which weight columns by the calibration text: names, and functions that return perplexity and bits.
+
+    It computes the perplexity itself. Nothing for other models than Llama.
+    """
+    config = task.source().config
+    if config.model_type != "llama" or config.hidden_size % 256:
+        return
+    try:
+        import gguf_models
+    except ImportError as error:
+        print(f"llama.cpp is left out: {error}", file=sys.stderr)
+        return
+
+    def converted(kind: str) -> tuple[float, float]:
+        model = task.source().load("float32")
+        with tempfile.TemporaryDirectory() as folder:
+            whole = file = Path(folder, "whole.gguf")
+            gguf_models.write(model, whole)
+            if kind != gguf_models.WHOLE:
+                file = Path(folder, "rounded.gguf")
+                gguf_models.quantize(whole, file, kind, weights=gguf_models.importance(model, task.samples(seed)))
+            return gguf_models.perplexity(file, task.tests()), gguf_models.bits_of(file)
+
+    for kind in gguf_models.TYPES:
+        yield f"llama.cpp {kind}", lambda kind=kind: converted(kind)
+
+
 def measure(task: Task, seed: int, only: str) -> None:
     """Measure the forms of a model that were not measured before."""
     tests = task.tests()
@@ -231,13 +261,13 @@ def measure(task: Task, seed: int, only: str) -> None:
     if key not in read_figures(FILE):
         record(FILE, key, {"perplexity": measured(task.source().load("float32"), tests).value})
     dense = read_figures(FILE)[key]["perplexity"]
-    for form, build in (*dense_forms(task, seed), *sparse_forms(task, seed)):
+    for form, build in (*dense_forms(task, seed), *sparse_forms(task, seed), *llama_cpp_forms(task, seed)):
         key = f"{task.name} | {form} | {seed}"
         if key in read_figures(FILE) or not re.search(only, form):
             continue
         started = time.process_time()
         model, bits = build()
-        value = measured(model, tests).value
+        value = model if isinstance(model, float) else measured(model, tests).value
         figures = {"bits": bits, "perplexity": value, "excess": math.log(value / dense)}
         record(FILE, key, figures | {"seconds": round(time.process_time() - started, 1)})
 

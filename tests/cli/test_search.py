@@ -426,6 +426,13 @@ def test_wrong_searches_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_search_takes_no_budget_of_bits(loud: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """In Python, whose settings are those of `prune`; a bound of the search is no setting that the caller gave."""
+    target: dict[str, Any] = {"calibration": str(text_file), "evaluate": str(text_file), "max_perplexity_increase": "5%"}
+    with pytest.raises(InvalidSetting, match=r"`bits` 3.0 sets the sparsity of each layer, but a search looks for it"):
+        sparsellm.search(loud["opt"], tmp_path / "out", bits=3.0, **target)
+
+
 def test_a_search_needs_a_text_and_an_output_that_is_free(
     loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from sparsellm.formats.kernel_library import Library
 from sparsellm.formats.linear import DenseLinear
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import matmul_of, max_density
-from sparsellm.pipeline import startup
+from sparsellm.pipeline import compute_dtype, startup
 from sparsellm.pipeline.journal import Journal
 from sparsellm.runtime import alternatives, devices, products
 from sparsellm.runtime.native import load_library
@@ -38,8 +39,17 @@ def test_a_run_says_what_was_chosen(tiny: dict[str, Path], text_file: Path) -> N
     assert environment["float32 products"] == ("oneDNN" if products.uses_onednn() else "torch")
     assert environment["products in solvers"] == ("bfloat16" if devices.multiplies_bfloat16(CPU) else "float32")
     assert environment["zeros are skipped"] == f"from {100 * (1 - max_density()):.0f} % zeros on"
-    alternatives.adopt({"float32 products that skip zeros": 0.88})
-    assert startup._agree_on_alternatives(None, None)["zeros are skipped"] != "from 80 % zeros on"  # its own again
+    alternatives.adopt({"float32 products that skip zeros": 0.88, compute_dtype.BFLOAT16_PASSES: 9.0})  # by a resumed run
+    again = sparsellm.prune(tiny["opt"], "wanda", "50%", **settings).report.environment
+    assert again["zeros are skipped"] == environment["zeros are skipped"] != "from 80 % zeros on"
+    assert compute_dtype.bf16_speedup(CPU) != 9.0
+
+
+def test_what_a_cpu_chose_says_nothing_of_a_gpu() -> None:
+    alternatives.adopt({"a product": 3.0})
+    assert alternatives.speedup("a product", None) == 3.0
+    measured = alternatives.speedup("a product", lambda: (lambda: time.sleep(2e-3), lambda: None), "a GPU")
+    assert measured != 3.0
 
 
 def test_a_resumed_run_keeps_what_its_machine_chose(tmp_path: Path) -> None:

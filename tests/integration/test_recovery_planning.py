@@ -83,6 +83,7 @@ def test_what_a_planned_recovery_refuses(
     text = ("--calibration", text_file, *WORDS)
     refused(command("plan", tiny["opt"], "--recover", pruned, *text), "was not made from")
     refused(command("plan", tiny["llama"], "--recover", tmp_path / "nowhere", *text), "is not a folder")
+    refused(command("plan", tiny["llama"], "--recover", pruned, *text, "--dtype", "float16"), "is that of the pruned run")
     refused(command("plan", "--recover", pruned, *text), "name the dense model: sparsellm plan MODEL --recover", status=2)
     refused(command("plan", tiny["llama"], "--recover", pruned, *text, "--sparsity", "50%"), "Unknown field 'sparsity'")
     refused(command("plan", tiny["llama"], *text, "--steps", 5), "Unknown field 'steps'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -48,6 +49,15 @@ def test_a_recovery_s_recipe_is_refused(name: str) -> None:
 def test_a_finished_cell_is_read() -> None:
     cell, _ = read_record(REPORTS / "cell.json", READ_FINISHED, "finished cell")
     assert cell.report.perplexity
+
+
+def test_every_field_of_a_report_is_written() -> None:
+    """A new one needs an entry in `to_dict`, and a report here that has it."""
+    reports = [sparsellm.load_report(REPORTS / f"{name}.json") for name in NAMES]
+    reports[0].dtype_changed, reports[0].changed_outside = True, ("lm_head.weight",)  # which none of these has
+    written = {key for report in reports for key in report.to_dict()}
+    in_totals, of_the_process = {"parameters", "zeros"}, {"origin"}
+    assert {field.name for field in dataclasses.fields(Report)} - in_totals - of_the_process <= written
 
 
 @pytest.mark.parametrize("name", NAMES)

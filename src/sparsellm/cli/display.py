@@ -51,11 +51,10 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
         print_line(console, coverage)
-    last = "recovered" if report.pruned else "pruned"
     if report.recovered and (losses := describe_losses(report.recovered)):
         print_line(console, losses)
     if report.perplexity:
-        head = ["text", *(f"{when} perplexity" for when in dict.fromkeys(("dense", "pruned", last))), "change"]
+        head = ["text", *(f"{when} perplexity" for when in dict.fromkeys(("dense", "pruned", report.result))), "change"]
         head += ["by the recovery"] if report.pruned else []
         rows = []
         for name, pair in report.perplexity.items():
@@ -73,8 +72,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
         for name, results in report.tasks.items():
             values = [task_value(x) if (x := results.get(when)) else "-" for when in ("dense", "pruned")]
             rows.append([name, task_metric(next(iter(results.values())).metric), *values])
-        show(console, text_table(["task", "metric", "dense", last], rows))
-    _print_continuations(console, report.samples, {"dense": "dense", "pruned": last})
+        show(console, text_table(["task", "metric", "dense", report.result], rows))
+    _print_continuations(console, report.samples, {"dense": "dense", "pruned": report.result})
     _print_layer_costs(console, report)
     print_line(console, f"Wrote {folder}, read back and verified.")
 

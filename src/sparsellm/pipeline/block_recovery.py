@@ -144,6 +144,8 @@ def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
     """
     finished = read_finished(settings["pruned"])
     recipe = validated(RecoveryRecipe, settings)
+    for name in sorted(recipe.inherited & settings.keys()):
+        raise InvalidSetting(f"`{name}` of a recovery is that of the pruned run, got {settings[name]}. Leave it out.")
     return recipe.model_copy(update={"dtype": finished.report.recipe.dtype})
 
 

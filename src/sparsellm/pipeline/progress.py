@@ -10,7 +10,19 @@ from dataclasses import dataclass
 
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.pipeline.costliest_layers import WORST
-from sparsellm.pipeline.events import LAYERS, WRITING, Advanced, Event, NextRun, Schedule, Stage
+from sparsellm.pipeline.events import (
+    ALLOCATION,
+    GENERATING,
+    LAYERS,
+    PREDICTING,
+    SENSITIVITIES,
+    WRITING,
+    Advanced,
+    Event,
+    NextRun,
+    Schedule,
+    Stage,
+)
 
 BRIEF = (LAYERS, WRITING)
 """Stages that are short beside pruning. They count for nothing until one of them was measured. The second one is not announced:
@@ -21,6 +33,9 @@ LAYERS_PASSES = WORST + 2
 
 OF_DENSE, PRUNED = " dense", " pruned"
 """Ends of the names of stages that are the same work on two models, and take the same time."""
+
+ON_DENSE = (SENSITIVITIES, GENERATING, PREDICTING)
+"""Stages on the dense model before it is pruned, besides those that measure it and choose each layer's sparsity."""
 
 LEAST_LEFT = 0.1
 """Fraction of a unit's time that counts as left however long the unit takes, so that the time left does not become zero."""
@@ -65,8 +80,9 @@ class Progress:
 
     The rest of a stage takes as long for each unit as its finished units took: blocks, or sequences, answers and steps. A stage
     to come is known if the same was measured before: the pruned model is measured as long as the dense one was. A run to come
-    is known if it is announced to be like those before. Blocks that a journal restores and results from a cache take no time
-    and tell nothing. Where one stage to come is not known, neither is the time left.
+    is known if it is announced to be like those before, whose results on the dense model it takes. Blocks that a journal
+    restores and results from a cache take no time and tell nothing. Where one stage to come is not known, neither is the time
+    left.
 
     Args:
         clock: Returns seconds.
@@ -151,7 +167,7 @@ class Progress:
         if self._units or name in BRIEF:
             self._measured[_kind(name), self._seen[name]] = taken
         self._seen[name] += 1
-        if not self._stage.blocks and not name.endswith(PRUNED):
+        if name in ON_DENSE or name.endswith(OF_DENSE) or name.startswith(ALLOCATION):
             self._shared += taken
 
     def _finish_units(self, count: float) -> None:

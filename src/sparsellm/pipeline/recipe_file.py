@@ -76,9 +76,11 @@ def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -
     """Read the recipe of a search, as `read_recipe` does; its sparsity is one that the other fields allow.
 
     Raises:
-        InvalidSetting: As `read_recipe`, and if a file sets the sparsities.
+        InvalidSetting: As `read_recipe`, and if something else sets the sparsities: `bits` or a file.
         BadCheckpoint: As `read_recipe`.
     """
+    if (bits := _merged(settings, config).get("bits")) is not None:
+        raise InvalidSetting(f"`bits` {bits} sets the sparsity of each layer, but a search looks for it. Leave it out.")
     recipe = read_recipe({**settings, "sparsity": "50%"}, config)
     if (rule := recipe.allocation_rule) not in ALLOCATIONS:
         raise InvalidSetting(

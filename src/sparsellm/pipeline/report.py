@@ -181,6 +181,11 @@ class Report(Summarized):
     packing: Packed | None = None
 
     @property
+    def result(self) -> str:
+        """What the run made of the dense model, in a word."""
+        return "recovered" if self.pruned else "pruned"
+
+    @property
     def layers(self) -> list[LayerResult]:
         """Every pruned layer, in order."""
         return [layer for block in self.blocks for layer in block.layers]

@@ -71,6 +71,7 @@ def start_run(
         _note_machine(journal, observer)
     if collectives.world() > 1:
         placement, batch = _agree(ready, placement, batch=batch, journal=journal)
+    alternatives.adopt({})  # another run of this process may have been resumed from another machine
     placement = replace(placement, products=_agree_on_products(ready, journal))
     if ready.device.type == "cpu" and recipe.reads_text:
         report.environment |= _agree_on_alternatives(placement.products, journal)
@@ -124,7 +125,6 @@ def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None
     """
     speedups: dict[str, float] | None = journal.fact("speedups") if journal else None
     if speedups is None:
-        alternatives.adopt({})
         speedups = collectives.broadcast_object(_measure_alternatives(products) if collectives.is_main() else None)
         if journal:
             journal.note("speedups", speedups)

@@ -66,7 +66,7 @@ def speedup(name: str, make: Callable[[], tuple[Computation, Computation]], mach
     Returns:
         The shortest time of the usual computation by that of the other one.
     """
-    if (adopted := _adopted.get(name)) is not None:
+    if machine is None and (adopted := _adopted.get(name)) is not None:
         return adopted
     key = machine or processor(), torch.get_num_threads(), name
     if (value := _known.get(key)) is not None:
@@ -98,7 +98,7 @@ def _machine(device: str, threads: int) -> str:
 
 
 def adopt(speedups: Mapping[str, float]) -> None:
-    """Take the results of another process, or of the run that is resumed, by name, in place of this machine's.
+    """Take the results of another process, or of the run that is resumed, by name, in place of this machine's on the CPU.
 
     Those that were adopted before are forgotten.
     """

@@ -219,7 +219,6 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
     totals, costs = report.totals, report.layer_costs
     recipe, recovery, bounds = report.recipe, report.is_recovery, at_bound(report.layers)
     worst = worst_layers_table(report.layers, recipe)
-    outcome = "recovered" if recovery else "pruned"
     described = report.describe()
     nothing = report.recovered_nothing
     if recovery:
@@ -233,11 +232,11 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         ]
         for x, y in figures.items()
     ]
-    states = ["dense", "pruned", "recovered"] if recovery else ["dense", "pruned"]
+    states = list(dict.fromkeys(("dense", "pruned", report.result)))
     bench = report.packing.bench if report.packing else None
     tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
     return Page(
-        title=f"{name}: {Path(recipe.model).name} {'pruned, nothing recovered' if nothing else outcome}",
+        title=f"{name}: {Path(recipe.model).name} {'pruned, nothing recovered' if nothing else report.result}",
         verdict=[verdict(report, verified)],
         lead=f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."

@@ -9,7 +9,19 @@ from itertools import pairwise
 import pytest
 
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.pipeline.events import WRITING, Advanced, Event, NextRun, Schedule, Stage
+from sparsellm.pipeline.events import (
+    ALLOCATION,
+    LOADING,
+    PREDICTING,
+    SENSITIVITIES,
+    TRAINING,
+    WRITING,
+    Advanced,
+    Event,
+    NextRun,
+    Schedule,
+    Stage,
+)
 from sparsellm.pipeline.progress import Progress
 from sparsellm.solvers.patterns import Unstructured
 
@@ -155,6 +167,25 @@ def test_runs_that_are_alike_are_known_from_the_first_one() -> None:
     played(progress, clock, [(0.0, [STAGES]), (0.0, [Stage("measuring dense")]), *list(blocks("pruning", [10.0, 10.0]))[:2]])
     state = progress.state()
     assert (state.run, state.runs, state.run_name, state.seconds_left) == (2, 3, "60%", pytest.approx(10 + 20 + 40))
+
+
+def test_what_every_run_repeats_counts_for_each() -> None:
+    """Later runs load, train and write as the first one did; what it found on the dense model they take."""
+    clock = Clock()
+    progress = Progress(clock)
+    dense, later = ("measuring dense", SENSITIVITIES, f"{ALLOCATION} (fisher)", PREDICTING), ("pruning", TRAINING)
+    progress(NextRun(1, 2, "50%", alike=True))
+    progress(Schedule((LOADING, *dense, *later)))
+    played(progress, clock, [*sequences(LOADING, 5.0)])
+    for name in dense:
+        played(progress, clock, [*sequences(name, 100.0)])
+    played(progress, clock, [*blocks("pruning", [10.0, 10.0]), *list(sequences(TRAINING, 40.0))[:11]])
+    assert progress.state().seconds_left == pytest.approx(20.0 + 5.0 + 20.0 + 40.0)
+    played(progress, clock, [*sequences(TRAINING, 20.0)][1:])
+    played(progress, clock, [(0.0, [Stage(WRITING)]), (3.0, [NextRun(2, 2, "60%", alike=True)])])
+    progress(Schedule((LOADING, *later)))
+    played(progress, clock, [*sequences(LOADING, 5.0), *list(blocks("pruning", [10.0, 10.0]))[:2]])
+    assert progress.state().seconds_left == pytest.approx(10.0 + 40.0 + 3.0)
 
 
 def test_of_runs_that_differ_only_the_last_one_has_a_time_left() -> None:
