@@ -348,13 +348,13 @@ def test_a_loss_that_is_not_finite(
     """The weights are those from before the stage, bit for bit; note and report say so, and the run ends well."""
     words = ("--calibration", text_file, *TEXT)
     assert command("prune", tiny[family], tmp_path / "before", *words, *WEAK).exit_code == 0
-    plain, calls = distillation._divergence, list[int]()
+    plain, calls = distillation.kl_of_logits, list[int]()
 
     def divergence(teacher: Tensor, student: Tensor) -> Tensor:
         calls.append(1)
         return plain(teacher, student) * (1.0 if len(calls) <= sound else float("nan"))
 
-    monkeypatch.setattr(distillation, "_divergence", divergence)
+    monkeypatch.setattr(distillation, "kl_of_logits", divergence)
     ran = command("recover", tmp_path / "before", tmp_path / "out", "--against", tiny[family], *words, *WHOLE)
     assert ran.exit_code == 0, ran.stderr
     assert note in " ".join(ran.stderr.split())

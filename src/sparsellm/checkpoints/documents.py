@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
+from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.errors import BadCheckpoint
 from sparsellm.texts.json_files import BOM, read_json
 
@@ -193,7 +194,7 @@ def without_member(text: str, name: str) -> str:
 
 def with_dtype(text: str, dtype: torch.dtype) -> str:
     """Set every dtype in a configuration, in the spelling that is there, or add the one that its transformers reads."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     changed, count = re.subn(r'("(?:torch_)?dtype"\s*:\s*)(?:"[^"]*"|null)', rf'\g<1>"{name}"', text)
     if count:
         return changed

@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, first_line
 from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
 from sparsellm.texts.json_files import build_mapping
@@ -73,7 +74,7 @@ class PackedEntry:
     @classmethod
     def of(cls, tensor: Tensor, format: IntegerFormat | None = None, *, transposed: bool = False) -> PackedEntry:
         """Describe a tensor."""
-        dtype, integers = str(tensor.dtype).removeprefix("torch."), {} if format is None else vars(format)
+        dtype, integers = dtype_name(tensor.dtype), {} if format is None else vars(format)
         return cls(tuple(tensor.shape), dtype, _sha256(tensor), **integers, transposed=transposed)
 
     @property
@@ -248,7 +249,7 @@ class FileWriter:
             self._data[size] = self._stack.enter_context(path.open("w+b"))
             self._entries[size] = {}
         self._data[size].write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._entries[size][name] = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes
+        self._entries[size][name] = dtype_name(tensor.dtype), list(tensor.shape), tensor.nbytes
 
     def _join(self) -> None:
         """Write the header and the data."""

@@ -21,7 +21,7 @@ from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.models.output_head import prediction_head
+from sparsellm.models.output_head import kl_of_logits, prediction_head
 from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
 from sparsellm.texts.padding import count_tokens, sequence_lengths, token_digest, unpadded_batches
@@ -205,17 +205,11 @@ def kl_divergence(loaded: LoadedModel, batches: Sequence[Tensor], dense: Sequenc
         with loaded.weights.non_block(), prediction_head(loaded.model, blocks_of(loaded.model), loaded.compute) as predict:
             for tokens, hidden, teacher in zip(collectives.shard(batches), outputs, dense, strict=True):
                 pieces = [predict(tokens, x).flatten(0, 1).split(COMPARED_TOKENS) for x in (teacher, hidden)]
-                local.append([float(_row_divergences(*rows).sum()) for rows in zip(*pieces, strict=True)])
+                local.append([float(kl_of_logits(*rows).sum()) for rows in zip(*pieces, strict=True)])
     total: float = sum(sum(values) for values in collectives.all_gather(local)) / sum(batch.numel() for batch in batches)
     if not math.isfinite(total):
         raise NonFinite("The pruned model's predictions are not finite, so that their KL divergence does not exist.")
     return total
-
-
-def _row_divergences(teacher: Tensor, student: Tensor) -> Tensor:
-    """The KL divergence of each row of two sets of logits, (rows, vocabulary)."""
-    target, predicted = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    return (target.exp() * (target - predicted)).sum(-1)
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
-from sparsellm.solvers.quantization import Quantized, expand_groups
+from sparsellm.solvers.quantization import Quantized, dequantized
 
 VALUES_PADDING = 64
 """Zeros after the last value: a kernel reads values in vectors, and the last one may reach past the end."""
@@ -29,7 +29,7 @@ class Bitmask:
     Attributes:
         shape: (out, in).
         mask: (out, 8 · ceil(in / 64)) uint8: bit c % 8 of byte c // 8 of a row is set if column c is kept; then zero bits.
-        values: (elements + PADDING,) the kept values row by row, then zeros: float32, float16 or bfloat16; of integers int8 for
+        values: (elements + VALUES_PADDING,) the kept values row by row, then zeros: float32, float16 or bfloat16; of integers int8 for
             8 bits, otherwise uint8.
         row_starts: (out + 1,) int64: position in `values` of each row's first element, then the number of elements.
         scales: (out, groups) bfloat16; None of floating-point values.
@@ -124,8 +124,7 @@ class Bitmask:
         """
         stop = self.shape[0] if stop is None else stop
         if self.format is not None and self.scales is not None:
-            scales = expand_groups(self.scales[start:stop].float(), self.format.group_size, self.shape[1])
-            return self.to_integers(start, stop).float().mul_(scales).add_(0.0).to(dtype)
+            return dequantized(self.to_integers(start, stop), self.scales[start:stop], self.format.group_size).to(dtype)
         keep = unpack_bits(self.mask[start:stop], self.shape[1])
         values = bits_of(self.kept_values(start, stop))  # torch writes a lone number as a scalar, which changes the bits of NaN
         dense = values.new_zeros(keep.shape)

@@ -13,7 +13,6 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
 from sparsellm.formats.running_form import check_numbers
 from sparsellm.runtime import devices
-from sparsellm.solvers.sparsegpt import MIN_CAPABILITY
 
 try:  # installed with torch's CUDA wheels only
     import triton
@@ -110,12 +109,12 @@ class CompressedRows:
 
     Attributes:
         shape: (out, in).
-        values: (kept + PADDING,), those of the `Bitmask`, in the same memory.
+        values: (kept + VALUES_PADDING,), those of the `Bitmask`, in the same memory.
         row_starts: (out + 1,) int64: position of each row's first value, then the number of kept values.
         group_starts: (out,) int32: number of groups before each row. A group of a row is those of its values whose positions
             have the same quotient by `GROUP`.
         first_columns: (groups,) of an integer dtype: column of each group's first value.
-        offsets: (kept + PADDING,) of an integer dtype, uint8 if it is wide enough: column of each value less its group's first.
+        offsets: (kept + VALUES_PADDING,) of an integer dtype, uint8 if it is wide enough: column of each value less its group's first.
     """
 
     shape: tuple[int, int]
@@ -217,10 +216,8 @@ def csr_matmul(x: Tensor, weight: CompressedRows) -> Tensor:
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """Whether the kernels run on a device, checked once. Besides Triton they need a C compiler."""
-    if triton is None or not devices.is_nvidia(device):
-        return False
-    return devices.capability(device) >= MIN_CAPABILITY and passes_self_test(device)
+    """Whether the kernels run on a device, checked once."""
+    return triton is not None and devices.runs_triton(device, passes_self_test)
 
 
 def passes_self_test(device: torch.device) -> bool:

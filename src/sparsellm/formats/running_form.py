@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.errors import InvalidSetting
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype, starts_of_rows
 from sparsellm.formats.parts import DTYPES
@@ -49,7 +50,7 @@ def check_tensor(name: str, tensor: Tensor, dtypes: Dtypes, shape: tuple[int, ..
     fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device
     if fits and tensor.is_contiguous() and is_aligned(tensor):
         return
-    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    kinds = " or ".join(dtype_name(dtype) for dtype in dtypes)
     strides = "" if tensor.is_contiguous() else f" with strides {tuple(tensor.stride())}"
     place = f" at an address that is no multiple of {tensor.itemsize}" if fits and not strides else ""
     got = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}{strides}{place} on {tensor.device}"

@@ -162,3 +162,9 @@ def head_inputs(
 
     with prediction_head(model, blocks, dtype) as predict, replace_forward(model.get_output_embeddings(), record):
         yield inputs
+
+
+def kl_of_logits(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return the KL divergence of each row of two sets of logits, (..., vocabulary): (...), computed in float32."""
+    target, predicted = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+    return (target.exp() * (target - predicted)).sum(-1)

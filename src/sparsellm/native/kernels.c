@@ -1,6 +1,6 @@
 /* Products with matrices of which only the kept values are stored (sparsellm/formats/bitmask.py), for few tokens.
 
-   Plain C without Python and torch; kernels.py calls it through ctypes. Build: cc -O3 -shared -fPIC -pthread kernels.c
+   Plain C without Python and torch; kernels.py calls it through ctypes. hatch_build.py compiles it.
    Every function of an instruction set is compiled for it by an attribute and chosen at run time, so that one library serves all
    processors of an architecture. SPARSELLM_PORTABLE leaves them out, for compilers that do not know them, SPARSELLM_NARROW
    leaves out AVX-512, for tests (dev/as_processor.sh). */

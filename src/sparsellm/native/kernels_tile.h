@@ -1,10 +1,10 @@
-/* The product of a few rows of a matrix with a few tokens. kernels.c includes this file once for each instruction set and each
-   type of value, with
+/* The product of a few rows of a matrix with a few tokens. kernels_types.h and kernels_x86.h include this file once for each
+   instruction set and type of value, with
      NAME, TARGET   suffix of the functions, and the attribute that compiles them for an instruction set
      VALUE, X       types of the matrix's values and of the prepared tokens
      LANES          columns that one step covers; it divides 64
      SUM, VECTOR    types of a vector of sums and of a vector of values
-     STEP(p, w, n)  a VECTOR of columns n * LANES to (n + 1) * LANES of 64, whose mask is w, from the values at p; moves p
+     STEP(v, p, w, n)  v, a VECTOR of columns n * LANES to (n + 1) * LANES of 64, whose mask is w, from the values at p; moves p
      LOAD_X(p)      a vector of LANES prepared columns; KEEP(x) keeps it in a register, where compilers would load it for each row
      MULTIPLY(s, v, x)  s + v * x; ZERO, TOTAL(s), ADD(s, s)
      ROWS(tokens)   rows that are taken at once, 1, 2 or 4, as many as registers hold sums: they share the loads of x

@@ -1,6 +1,6 @@
 /* Include kernels_tile.h for float32 tokens and each type of value, and kernels_integers.h for each form of integers, with SET, TARGET,
    LANES, SUM, ZERO, LOAD_X, KEEP, MULTIPLY, TOTAL, ADD, ADD_SCALED, ROWS, INTEGER_ROWS, STEP_..., UNIT_INT8 and WORD_... or SPLIT_INT4
-   of an instruction set; they end here.
+   of an instruction set. Their definitions end with this file.
      ADD_SCALED(s, t, f)  s + f * t for a float f
      STEP_INT8(v, p, w, n)  float32 integers, times UNIT_INT8, from bytes at p as STEP in kernels_tile.h; or
      WORD_INT8(v, p, w)   vectors v of 64 columns, whose mask is w, from bytes at p; moves p

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.block_loader import tied_names
+from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
@@ -267,7 +268,7 @@ def _shapes(checkpoint: Checkpoint | InMemoryModel) -> dict[str, list[int]]:
 
 def _reader(pruned: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
     """Function that reads a tensor by its parameter name, one at a time if the files support it."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     try:
         model, weights = pruned.stream(name)
         tied = tied_names(model)

@@ -23,6 +23,9 @@ from sparsellm.runtime.products import BFLOAT16_SPEEDUP, bf16_matmul_speedup, by
 
 T = TypeVar("T")
 
+TRITON_CAPABILITY = (7, 0)
+"""Lowest compute capability that Triton supports."""
+
 CACHED_ENTRIES = 1 << 17
 """Number of float32 entries of which a few temporaries fit in a CPU's second-level cache."""
 
@@ -142,6 +145,11 @@ def selected(device: torch.device) -> AbstractContextManager[None]:
 def is_nvidia(device: torch.device) -> bool:
     """Return whether a device is an NVIDIA GPU; torch calls AMD GPUs "cuda" too."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def runs_triton(device: torch.device, passes: Callable[[torch.device], bool]) -> bool:
+    """Whether a device can run Triton's kernels, and a test of some passes there. They need a C compiler, too."""
+    return is_nvidia(device) and capability(device) >= TRITON_CAPABILITY and passes(device)
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -40,7 +40,7 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """The product of two matrices, (m, k) and (k, n)."""
     has_gradient = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
-    if has_gradient or not _is_faster(left, right) or (kernel := _kernel()) is None:
+    if has_gradient or not _is_large(left, right) or (kernel := _kernel()) is None:
         return left @ right
     return kernel(_plain(left), _plain(right.T), None)
 
@@ -48,7 +48,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, with gradients."""
     rows = inputs.flatten(0, -2) if inputs.dim() > 1 else inputs.unsqueeze(0)
-    usual = weight.dim() != 2 or not _is_faster(rows, weight.T) or torch.is_autocast_enabled("cpu")
+    usual = weight.dim() != 2 or not _is_large(rows, weight.T) or torch.is_autocast_enabled("cpu")
     other_bias = bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1])
     if usual or other_bias or _kernel() is None:
         return nn.functional.linear(inputs, weight, bias)
@@ -58,7 +58,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def by_columns(matrix: Tensor) -> Tensor:
     """A matrix whose columns are contiguous where products of some of them are faster so; else the matrix itself."""
-    return matrix.T.contiguous().T if _is_faster(matrix.T, matrix) and _kernel() is not None else matrix
+    return matrix.T.contiguous().T if _is_large(matrix.T, matrix) and _kernel() is not None else matrix
 
 
 def fast_linear_layers() -> AbstractContextManager[Any]:
@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _is_faster(left: Tensor, right: Tensor) -> bool:
+def _is_large(left: Tensor, right: Tensor) -> bool:
     """Whether the product of two matrices is in float32 on the CPU, and large."""
     (rows, inner), columns = left.shape, right.shape[1]
     on_cpu = left.dtype is right.dtype is torch.float32 and left.device.type == right.device.type == "cpu"

@@ -122,7 +122,7 @@ def cholesky_ex_(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_pivot(pivot: Tensor, size: int, damping: float, *, setting: str = "damping") -> None:
-    """Raise SingularGram if a factorisation of an (n, n) matrix failed at `pivot`; for the arguments see `cholesky`."""
+    """Raise SingularGram if a factorisation of an (n, n) matrix failed at `pivot`; for the arguments see `cholesky_`."""
     if failed := int(pivot):
         raise SingularGram(
             f"Cholesky failed at pivot {failed} of {size} with {setting}={damping:g}. "

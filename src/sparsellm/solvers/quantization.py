@@ -49,8 +49,7 @@ class Quantized:
 
     def to_dense(self) -> Tensor:
         """The weight, (out, in) float32, without -0.0."""
-        factors = expand_groups(self.scales.float(), self.format.group_size, self.integers.shape[1])
-        return self.integers.float().mul_(factors).add_(0.0)
+        return dequantized(self.integers, self.scales, self.format.group_size)
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,11 @@ def expand_groups(values: Tensor, group_size: int, columns: int) -> Tensor:
     if group_size == 0 or values.shape[1] == 1:
         return values[:, :1].expand(-1, columns)
     return values.repeat_interleave(group_size, 1)[:, :columns]
+
+
+def dequantized(integers: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    """Return integers, (out, in), times the scales of their groups, (out, groups): (out, in) float32, without -0.0."""
+    return integers.float().mul_(expand_groups(scales.float(), group_size, integers.shape[1])).add_(0.0)
 
 
 def round_to_nearest(

@@ -44,9 +44,6 @@ ROWS_PER_PROGRAM = 4
 With 8 rows the compiler runs out of registers for N:M (ptxas, compute capability 8.0 and 9.0); not timed.
 """
 
-MIN_CAPABILITY = (7, 0)
-"""Lowest compute capability that Triton supports."""
-
 
 @dataclass(frozen=True)
 class SparseGPT:
@@ -283,10 +280,8 @@ def kernel_compiler() -> str:
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether the kernel runs on a device, checked once. Besides Triton it needs a C compiler."""
-    if triton is None or not devices.is_nvidia(device):
-        return False
-    return devices.capability(device) >= MIN_CAPABILITY and kernel_passes_self_test(device)
+    """Whether the kernel runs on a device, checked once."""
+    return triton is not None and devices.runs_triton(device, kernel_passes_self_test)
 
 
 def kernel_passes_self_test(device: torch.device) -> bool:

@@ -23,7 +23,7 @@ from sparsellm.models.contexts import (
     product_dtype_context,
     require_grad_only,
 )
-from sparsellm.models.output_head import logits_of_states, outside_parameters, states_entering_head
+from sparsellm.models.output_head import kl_of_logits, logits_of_states, outside_parameters, states_entering_head
 from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
 from sparsellm.solvers.quantization import Scales
@@ -187,13 +187,7 @@ def loss_terms(
                 student = model(input_ids=tokens, use_cache=False).logits
                 with torch.no_grad():
                     teacher = logits_of_states(model, blocks, tokens=tokens, states=state.float(), head=dense_head)
-                value = _divergence(teacher, student)
+                value = kl_of_logits(teacher, student).mean()
             yield value * (batch.numel() / sizes[number])
 
     return of_group
-
-
-def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """The mean over tokens of the KL divergence of two sets of logits, (batch, seq, vocabulary)."""
-    target, predicted = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    return (target.exp() * (target - predicted)).sum(-1).mean()
