@@ -28,7 +28,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_MESSAGE = 1000
 """Most characters of a message, which may quote arbitrarily long file contents."""
@@ -144,6 +147,11 @@ def first_line(error: BaseException) -> str:
 def plural(count: int, noun: str) -> str:
     """A count with its noun, as "1 layer" or "1,024 layers"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in torch, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def printable(text: str, limit: int = MAX_MESSAGE) -> str:

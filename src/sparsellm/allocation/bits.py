@@ -1,8 +1,8 @@
 r"""Bit allocation: the density and the bits of the values of each layer, for a total number of stored bits.
 
-Each layer offers formats, a width of integers and a density, each with a cost in bits and an error (`allocation.error_curves`). A
-Lagrange multiplier divides the total (Shoham & Gersho, Efficient bit allocation for an arbitrary set of quantizers, IEEE TASSP
-1988); what it leaves is spent by exchanges between two layers, and at last on more kept weights.
+Each layer offers formats, a width of integers and a density, each with a cost in bits and an error (`allocation.error_curves`).
+A Lagrange multiplier divides the total (Shoham & Gersho, Efficient bit allocation for an arbitrary set of quantizers, IEEE
+TASSP 1988); what it leaves is spent by exchanges between two layers, and at last on more kept weights.
 """
 
 from __future__ import annotations

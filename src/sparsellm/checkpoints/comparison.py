@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import check_files
-from sparsellm.checkpoints.headers import dtype_name, read_headers, read_pickle
+from sparsellm.checkpoints.headers import read_headers, read_pickle
 from sparsellm.checkpoints.stored_form import is_computed
 from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
@@ -23,6 +23,7 @@ from sparsellm.checkpoints.tensor_index import (
     read_stored,
     stored_row_chunks,
 )
+from sparsellm.errors import dtype_name
 from sparsellm.models.blocks import Block
 from sparsellm.models.output_head import blocks_and_head
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
-from sparsellm.checkpoints.headers import dtype_name
-from sparsellm.errors import BadCheckpoint
+from sparsellm.errors import BadCheckpoint, dtype_name
 from sparsellm.texts.json_files import BOM, read_json
 
 CONFIG_FILE = "config.json"

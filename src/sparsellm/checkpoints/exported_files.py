@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.quantization import dequantized
 
 EXPORT_METHOD, EXPORT_FORMAT = "compressed-tensors", "pack-quantized"
 """`quant_method` and `format` of the configuration of such a checkpoint."""
@@ -79,7 +78,8 @@ def decode_exported(parts: Mapping[str, Tensor], entry: PackedEntry) -> Tensor:
 
 def decoded(integers: Tensor, scales: Tensor) -> Tensor:
     """Return integers, (out, in), times the scales of their groups of columns, in the dtype of the scales, without -0.0."""
-    return dequantized(integers, scales, integers.shape[1] // scales.shape[1]).to(scales.dtype)
+    factors = scales.float().repeat_interleave(integers.shape[1] // scales.shape[1], 1)
+    return integers.float().mul_(factors).add_(0.0).to(scales.dtype)
 
 
 def pack_integers(integers: Tensor, num_bits: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.exported_files import PART_ENDINGS, exported_entries
 from sparsellm.checkpoints.packed_files import PackedEntry, can_hold, parse_entries, parts_of
-from sparsellm.errors import BadCheckpoint, UnsupportedModel
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
 from sparsellm.runtime.devices import raise_unless_damaged
 
 KINDS = {
@@ -85,11 +85,6 @@ def read_headers(file: Path, decoded: bool = True) -> dict[str, TensorHeader]:
     if file.suffix == ".safetensors":
         return _safetensors_headers(file, decoded)
     return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in torch, such as "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def read_all_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:

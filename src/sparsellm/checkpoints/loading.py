@@ -24,13 +24,13 @@ from sparsellm.checkpoints.configuration import (
 from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
 from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
-from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name
+from sparsellm.checkpoints.headers import TensorHeader, check_dtypes
 from sparsellm.checkpoints.opening import open_files, open_folder
 from sparsellm.checkpoints.packed_files import PACKED_METHOD
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
-from sparsellm.errors import BadCheckpoint, InvalidSetting, first_line
+from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
 from sparsellm.runtime.devices import raise_unless_damaged

@@ -16,8 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import dtype_name
-from sparsellm.errors import BadCheckpoint, UnsupportedModel, first_line
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name, first_line
 from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
 from sparsellm.texts.json_files import build_mapping
 

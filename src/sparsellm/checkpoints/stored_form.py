@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import FLOATS, dtype_name, locate_all, read_headers
+from sparsellm.checkpoints.headers import FLOATS, locate_all, read_headers
 from sparsellm.checkpoints.tensor_index import ConvertedTensor, Stored, TensorLocation, index_tensors, locations_of
+from sparsellm.errors import dtype_name
 from sparsellm.models.blocks import blocks_of
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ class Bitmask:
     Attributes:
         shape: (out, in).
         mask: (out, 8 · ceil(in / 64)) uint8: bit c % 8 of byte c // 8 of a row is set if column c is kept; then zero bits.
-        values: (elements + VALUES_PADDING,) the kept values row by row, then zeros: float32, float16 or bfloat16; of integers int8 for
-            8 bits, otherwise uint8.
+        values: (elements + VALUES_PADDING,) the kept values row by row, then zeros: float32, float16 or bfloat16; of integers
+            int8 for 8 bits, otherwise uint8.
         row_starts: (out + 1,) int64: position in `values` of each row's first element, then the number of elements.
         scales: (out, groups) bfloat16; None of floating-point values.
         format: The format of the integers; None of floating-point values.

@@ -114,7 +114,8 @@ class CompressedRows:
         group_starts: (out,) int32: number of groups before each row. A group of a row is those of its values whose positions
             have the same quotient by `GROUP`.
         first_columns: (groups,) of an integer dtype: column of each group's first value.
-        offsets: (kept + VALUES_PADDING,) of an integer dtype, uint8 if it is wide enough: column of each value less its group's first.
+        offsets: (kept + VALUES_PADDING,) of an integer dtype, uint8 if it is wide enough: column of each value less its
+            group's first.
     """
 
     shape: tuple[int, int]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import dtype_name
-from sparsellm.errors import InvalidSetting, plural
+from sparsellm.errors import InvalidSetting, dtype_name, plural
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_kernels, warn_missing
 from sparsellm.formats.parts import DTYPES

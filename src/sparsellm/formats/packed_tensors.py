@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.packed_files import PackedEntry, register_decoder
+from sparsellm.errors import dtype_name
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.encoding import decode_parts, encode

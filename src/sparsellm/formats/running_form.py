@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import dtype_name
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype, starts_of_rows
 from sparsellm.formats.parts import DTYPES
 from sparsellm.solvers.integers import MASK_WORD

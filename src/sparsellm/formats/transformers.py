@@ -20,10 +20,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import PACKED_METHOD, PACKED_VERSION, is_packed, metadata_of, parts_of
-from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name
 from sparsellm.formats import kernels
 from sparsellm.formats.experts import NUMBERS, PackedExperts, number_layers
 from sparsellm.formats.linear import DenseLinear, PackedLinear

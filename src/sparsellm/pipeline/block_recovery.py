@@ -13,11 +13,10 @@ from torch import Tensor
 
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
-from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed, dtype_name
 from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import StoredTensors, layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
-from sparsellm.checkpoints.headers import dtype_name, read_headers
+from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import (
     PACKED_METHOD,
@@ -25,7 +25,7 @@ from sparsellm.checkpoints.packed_files import (
     metadata_of,
 )
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 from sparsellm.pipeline.conversion import Observe, converted, finish

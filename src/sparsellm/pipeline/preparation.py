@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from sparsellm.allocation.bits import check_budget
-from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import StoredForm
-from sparsellm.errors import UnsupportedModel, plural
+from sparsellm.errors import UnsupportedModel, dtype_name, plural
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM

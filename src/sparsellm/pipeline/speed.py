@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import context_length, open_checkpoint
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.formats import kernels
 from sparsellm.formats.experts import PackedExperts
 from sparsellm.formats.linear import PackedLinear

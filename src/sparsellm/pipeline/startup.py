@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.models.sparse_matmul import SKIPPING_ZEROS, max_density
 from sparsellm.pipeline.compute_dtype import BFLOAT16_PASSES, choose_products
 from sparsellm.pipeline.events import DIGESTING, Note, Observer, Stage, add_note

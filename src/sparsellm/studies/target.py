@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.evaluation.differences import MEASURABLE, Difference
 from sparsellm.evaluation.measurements import Measurement
 from sparsellm.formats.packed_tensors import estimated_bytes
