@@ -227,9 +227,9 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
 
 
 def llama_cpp_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
-    """llama.cpp's types, which weight columns by the calibration text: names, and functions that return perplexity and bits.
+    """llama.cpp's types, without and with the importance of columns on the calibration text, in the form of `dense_forms`.
 
-    It computes the perplexity itself. Nothing for other models than Llama.
+    The first result of a function is a perplexity, which llama.cpp computed. There are none for other models than Llama.
     """
     config = task.source().config
     if config.model_type != "llama" or config.hidden_size % 256:
@@ -240,18 +240,22 @@ def llama_cpp_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
         print(f"llama.cpp is left out: {error}", file=sys.stderr)
         return
 
-    def converted(kind: str) -> tuple[float, float]:
+    def converted(kind: str, weighted: bool) -> tuple[float, float]:
         model = task.source().load("float32")
         with tempfile.TemporaryDirectory() as folder:
             whole = file = Path(folder, "whole.gguf")
             gguf_models.write(model, whole)
             if kind != gguf_models.WHOLE:
                 file = Path(folder, "rounded.gguf")
-                gguf_models.quantize(whole, file, kind, weights=gguf_models.importance(model, task.samples(seed)))
+                weights = gguf_models.importance(model, task.samples(seed) if weighted else ())
+                gguf_models.quantize(whole, file, kind, weights=weights)
             return gguf_models.perplexity(file, task.tests()), gguf_models.bits_of(file)
 
     for kind in gguf_models.TYPES:
-        yield f"llama.cpp {kind}", lambda kind=kind: converted(kind)
+        if seed == 0:
+            yield f"llama.cpp {kind}", lambda kind=kind: converted(kind, weighted=False)
+        if kind.startswith(("Q4", "Q2")):  # others take no notice of it
+            yield f"llama.cpp {kind}, importance matrix", lambda kind=kind: converted(kind, weighted=True)
 
 
 def measure(task: Task, seed: int, only: str) -> None:

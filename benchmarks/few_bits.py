@@ -166,6 +166,22 @@ def rounding() -> list[str]:
     return markdown_table(["model", *(f"{one}; {other} (less at)" for one, other in ROUNDINGS)], rows)
 
 
+def llama_cpp() -> list[str]:
+    """llama.cpp's types below 16 bits, without and with an importance matrix, and our forms that take as many bits."""
+    rows, weighted = [], ", importance matrix"
+    for model in MODELS:
+        found = {point.form: point for point in matching(model, "llama.cpp")}
+        ours = [matching(model, forms) for forms in ("sparse |dense compensated", f"{SPARSE}|dense compensated")]
+        for form, point in found.items():
+            if form.endswith(weighted) or point.bits == 16:
+                continue
+            excesses = [x and x.excess for x in (point, found.get(form + weighted))]
+            excesses += [excess_at(some, point.bits) if point.bits < some[-1].bits + 1 else None for some in ours]
+            rows.append([model, form, f"{point.bits:.2f}", *("" if x is None else f"{100 * x:.2f}" for x in excesses)])
+    head = ["model", "type", "bits", "excess, %", "with an importance matrix", "ours", "ours, recovered too"]
+    return markdown_table(head, rows, left=(0, 1))
+
+
 def chart() -> str:
     """Excess against bits for each model, as SVG whose colours follow the reader's system."""
     with style():

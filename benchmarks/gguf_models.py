@@ -41,15 +41,19 @@ NAMES = {
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
+SILENT = llama_cpp.llama_log_callback(lambda *_: None)
+"""What llama.cpp calls for each line of its log; it must not be freed."""
+
+llama_cpp.llama_log_set(SILENT, None)
+llama_cpp.llama_backend_init()
+
+
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Context with a file that llama.cpp has opened, which then prints nothing."""
-    llama_cpp.llama_backend_init()
-    llama_cpp.llama_log_set(quiet := llama_cpp.llama_log_callback(lambda *_: None), None)
+    """Context with a file that llama.cpp has opened."""
     model = llama_cpp.llama_model_load_from_file(bytes(file), llama_cpp.llama_model_default_params())
     yield model
     llama_cpp.llama_model_free(model)
-    del quiet
 
 
 def write(model: Any, file: Path) -> None:
@@ -107,7 +111,7 @@ def as_stored(layer: Any, path: str, config: Any) -> Tensor:
 
 
 def importance(model: Any, batches: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Mean squares of the inputs of each layer of the blocks, which llama.cpp weights errors by, by the name in a file."""
+    """Mean squares of the inputs of each layer of the blocks, by its name in a file: llama.cpp weights errors by them."""
     sums: dict[str, Tensor] = {}
 
     def add(name: str, inputs: Tensor) -> None:
@@ -136,17 +140,18 @@ def quantize(whole: Path, file: Path, kind: str, *, weights: Mapping[str, Tensor
         whole: The file in bfloat16.
         file: The file to write.
         kind: One of `TYPES`.
-        weights: What `importance` returns; embeddings and head then stay in bfloat16.
+        weights: What `importance` returns, maybe nothing; embeddings and head then stay in bfloat16.
     """
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     if weights is not None:
+        parameters.output_tensor_type = parameters.token_embedding_type = int(gguf.GGMLQuantizationType.BF16)
+    if weights:
         entries = (llama_cpp.llama_model_imatrix_data * (len(weights) + 1))()  # the last one has no name
         for entry, (name, vector) in zip(entries, weights.items(), strict=False):
             address = ctypes.cast(vector.data_ptr(), ctypes.POINTER(ctypes.c_float))
             entry.name, entry.data, entry.size = name.encode(), address, len(vector)
         parameters.imatrix = entries
-        parameters.output_tensor_type = parameters.token_embedding_type = int(gguf.GGMLQuantizationType.BF16)
     if llama_cpp.llama_model_quantize(bytes(whole), bytes(file), parameters):
         raise RuntimeError(f"llama.cpp could not write {kind}")
 

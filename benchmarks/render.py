@@ -134,6 +134,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "few bits": few_bits.table,
     "peer gptq": peer_gptq.table,
     "few bits, goals": few_bits.goals,
+    "few bits, llama.cpp": few_bits.llama_cpp,
     "few bits, rounding": few_bits.rounding,
     "costs in short": layer_costs.summary_table,
     "layers excluded": layer_costs.excluded_table,
