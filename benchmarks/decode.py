@@ -1,21 +1,24 @@
 """Decoding with packed weights, beside dense ones, the speed of memory, and llama.cpp: docs/deploying.md.
 
-    python benchmarks/decode.py measure    # twelve minutes, on a machine that does nothing else
+    python benchmarks/decode.py measure    # fifteen minutes, on a machine that does nothing else
+    python benchmarks/decode.py measure --shape TinyLlama-1.1B
     python benchmarks/decode.py table
 
 The models have random weights, and the shapes of TinyLlama-1.1B, OPT-1.3B, and Llama-2-7B with 8 of its 32 blocks. One block
 is made and pruned by magnitude, and the others are copies of it in memory of their own. The head is pruned too, or dense, as
 `sparsellm prune` leaves it unless told. llama.cpp takes part in the first shape if `llama-cpp-python` and `gguf` are installed.
+Each instruction set of the kernels has a file of figures.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from typing import Any
 import llama_cpp_race
 import torch
 from kernel_speed import pack
-from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
+from measuring import MEASURED, markdown_table, read_figures, write_figures
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
@@ -41,7 +44,7 @@ from sparsellm.pipeline.decoding import (
     with_own_kernel,
 )
 
-FILE = MEASURED / "decode.json"
+FILES = tuple(MEASURED / f"decode-{name}.json" for name in ("avx512_bf16", "avx2"))
 SPARSITIES = (0.5, 0.7, 0.9)
 BATCHES, THREADS = (1, 4), (1, 2)
 PROMPT, TOKENS, ROUNDS = 8, 12, 3
@@ -82,15 +85,21 @@ SHAPES: dict[str, PreTrainedConfig] = {
 RACED = "TinyLlama-1.1B"
 """The shape in which llama.cpp takes part."""
 
+INTEGERS = {"70% int8": (0.7, "int8"), "70% int4": (0.7, "int4"), "as --bits 2.3": (0.56, "int3")}
+"""Forms of integers: sparsity and type. `--bits 2.3` gives wt2-llama's layers 3 bits and removes 56 %."""
+
 
 def packed_name(sparsity: float, head: str) -> str:
     """Name of a packed form. head: "dense" or "pruned"."""
     return f"packed {sparsity:.0%}, {head} head"
 
 
-def measure() -> None:
-    """Measure every shape."""
-    for name, config in SHAPES.items():
+def measure(shapes: Sequence[str]) -> None:
+    """Measure some shapes."""
+    kernel = kernels.instruction_set() or "none"
+    file = MEASURED / f"decode-{kernel}.json"
+    for name in shapes:
+        config = SHAPES[name]
         started = time.perf_counter()
         forms = make_forms(config)
         if name == RACED:
@@ -117,10 +126,9 @@ def measure() -> None:
             forms.clear()
             with tempfile.TemporaryDirectory() as folder:
                 figures |= {"race": llama_cpp_race.measure(dense, Path(folder), THREADS, batches=BATCHES, tokens=TOKENS)}
-        kernel = kernels.instruction_set() or "none"
-        write_figures(FILE, read_figures(FILE) | {name: figures, "kernel": kernel})
+        write_figures(file, read_figures(file) | {name: figures, "kernel": kernel})
         print(f"{name}: {time.perf_counter() - started:.0f} s in all", file=sys.stderr)
-        print("\n".join(profile_table(name)), file=sys.stderr)
+        print("\n".join(profile_table(figures["profile"])), file=sys.stderr)
     print("\n".join(table()))
 
 
@@ -140,8 +148,10 @@ def make_forms(config: PreTrainedConfig, sparsities: Sequence[float] = SPARSITIE
 def integer_forms(config: PreTrainedConfig, dense: Any) -> dict[str, nn.Module]:
     """Packed models of integers with the head of the dense model."""
     one = one_block(config)
-    wholes = {kind: deepen(packed(one, lambda weight, kind=kind: pack(weight, 0.7, kind)), config) for kind in ("int8", "int4")}
-    return {f"packed 70% {kind}, dense head": with_dense_head(whole, dense) for kind, whole in wholes.items()}
+    wholes = {
+        name: deepen(packed(one, lambda weight, form=form: pack(weight, *form)), config) for name, form in INTEGERS.items()
+    }
+    return {f"packed {name}, dense head": with_dense_head(whole, dense) for name, whole in wholes.items()}
 
 
 def one_block(config: PreTrainedConfig) -> PreTrainedModel:
@@ -234,13 +244,17 @@ def timed_forward(forward: Callable[..., Any], times: dict[str, float], part: st
 
 
 def table() -> list[str]:
-    """Speeds and memory of every shape, as Markdown."""
-    figures, lines = read_figures(FILE), list[str]()
-    for name in (name for name in SHAPES if name in figures):
-        bandwidth = " and ".join(f"{value / 1e9:.0f}" for value in figures[name]["bandwidth"].values())
-        text = f"**{name}**, {figures[name]['step_bytes'] / 1e9:.2f} GB read for a token; memory delivers {bandwidth} GB/s"
-        lines += ["", f"{text} to one and two threads.", "", *speed_rows(figures[name])]
-    return [*lines[1:], "", f"{figures['machine']}; kernel {figures['kernel']}."] if lines else []
+    """Speeds and memory of every shape with every instruction set, as Markdown."""
+    lines: list[str] = []
+    for figures in filter(None, map(read_figures, FILES)):
+        for name in (name for name in SHAPES if name in figures):
+            bandwidth = " and ".join(f"{value / 1e9:.0f}" for value in figures[name]["bandwidth"].values())
+            text = (
+                f"**{name}**, {figures['kernel']}, {figures[name]['step_bytes'] / 1e9:.2f} GB read for a token; memory delivers"
+            )
+            lines += ["", f"{text} {bandwidth} GB/s to one and two threads.", "", *speed_rows(figures[name])]
+        lines += ["", f"{figures['machine']}; kernel {figures['kernel']}."]
+    return lines[1:]
 
 
 def speed_rows(figures: dict[str, Any]) -> list[str]:
@@ -264,13 +278,23 @@ def speed_rows(figures: dict[str, Any]) -> list[str]:
     return markdown_table([*head, "GB in memory"], sorted(rows, key=lambda row: row[0]), left=(1,))
 
 
-def profile_table(name: str) -> list[str]:
+def profile_table(profiles: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Milliseconds of each part of a decoding step, as Markdown."""
-    profiles = read_figures(FILE)[name]["profile"]
     parts = list(dict.fromkeys(part for times in profiles.values() for part in times))
     rows = [[form, *(f"{times.get(part, 0):.2f}" for part in parts)] for form, times in profiles.items()]
     return markdown_table(["form, threads", *parts], rows)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("measure", "table"))
+    parser.add_argument("--shape", action="append", choices=SHAPES)
+    options = parser.parse_args()
+    if options.command == "measure":
+        measure(options.shape or tuple(SHAPES))
+    else:
+        print("\n".join(table()))
+
+
 if __name__ == "__main__":
-    measure_or_show(__doc__, measure, table)
+    main()
