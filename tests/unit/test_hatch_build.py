@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,10 @@ from unittest import mock
 
 import pytest
 
+from sparsellm.formats.kernel_library import Library
+from sparsellm.runtime import native
+
+ARM = "aarch64-linux-gnu-gcc"
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,6 +54,29 @@ def test_all_sources_make_one_library(build: ModuleType, tmp_path: Path) -> None
     library = build.compile_kernels(tmp_path, {})
     assert library == tmp_path / "_native.so"
     assert {b"symbol_one", b"symbol_two"} <= set(library.read_bytes().split(b"\0"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("flags", ["-DSPARSELLM_PORTABLE", "-DSPARSELLM_NARROW"])
+def test_a_library_without_some_instruction_sets_is_loaded(build: ModuleType, flags: str, tmp_path: Path) -> None:
+    """As on other processors than x86, and with compilers that do not know all of its sets."""
+    sources = Path(shutil.copytree(native.LIBRARY.parent, tmp_path / "native", ignore=shutil.ignore_patterns("*.so")))
+    library = build.compile_kernels(sources, {"CFLAGS": f"{flags} -O0"})
+    with mock.patch.object(native, "LIBRARY", library):
+        loaded = native.load_library.__wrapped__()
+    assert loaded is not None
+    assert Library(loaded).names[0] == "portable"
+
+
+@pytest.mark.skipif(shutil.which(ARM) is None, reason=f"needs {ARM}")
+def test_a_library_for_arm_has_every_function(tmp_path: Path) -> None:
+    sources, functions = sorted(map(str, native.LIBRARY.parent.glob("*.c"))), mock.MagicMock()
+    command = [ARM, "-O0", "-shared", "-fPIC", "-fvisibility=hidden", *sources, "-o", str(tmp_path / "arm.so")]
+    subprocess.run(command, check=True, capture_output=True)
+    listed = subprocess.run(["nm", "-D", str(tmp_path / "arm.so")], check=True, capture_output=True, text=True).stdout
+    native._declare(functions)
+    called = {name for name in vars(functions)["_mock_children"] if name.startswith("sparsellm_")}
+    assert {"sparsellm_matmul", "sparsellm_bf16_pack"} <= called <= {line.split()[-1] for line in listed.splitlines()}
 
 
 @pytest.mark.parametrize("compiled", [True, False])
