@@ -66,7 +66,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "files": (
         "runtime.offload:DiskList.__getitem__",
         "runtime.offload:DiskList._write",
-        "pipeline.journal:Journal.keep",
+        "pipeline.journal:Journal.store_block",
         "checkpoints.block_loader:DiskWeights.read",
     ),
 }

@@ -68,7 +68,7 @@ def test_a_killed_run_s_log_survives_and_goes_on(
     tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lines are in the work folder as they come; a resumed run drops a torn last one and writes after the others."""
-    plain, out = Journal.keep, tmp_path / "out"
+    plain, out = Journal.store_block, tmp_path / "out"
     seen: list[int] = []
 
     def keep(self: Journal, block: object, result: object) -> Path:
@@ -77,7 +77,7 @@ def test_a_killed_run_s_log_survives_and_goes_on(
             raise KeyboardInterrupt
         return plain(self, block, result)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Journal, "keep", keep)
+    monkeypatch.setattr(Journal, "store_block", keep)
     words = (
         "prune",
         tiny["llama"],

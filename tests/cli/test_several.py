@@ -126,7 +126,7 @@ def test_an_interrupted_command_goes_on(
     """Interrupted in the second output: the first one is not pruned again, and the end is the same."""
     words = (*SMALL, "--calibration", text_file, "--sparsity", "50%,60%,70%")
     assert command("prune", tiny["llama"], tmp_path / "whole", *words).exit_code == 0
-    plain, kept = Journal.keep, []
+    plain, kept = Journal.store_block, []
 
     def keep(self: Journal, block: Block, result: BlockResult) -> Path:
         kept.append(result)
@@ -134,7 +134,7 @@ def test_an_interrupted_command_goes_on(
             raise KeyboardInterrupt
         return plain(self, block, result)
 
-    monkeypatch.setattr(Journal, "keep", keep)
+    monkeypatch.setattr(Journal, "store_block", keep)
     out = tmp_path / "out"
     done = command("prune", tiny["llama"], out, *words)
     assert done.exit_code == 130

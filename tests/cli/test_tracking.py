@@ -190,7 +190,7 @@ def test_a_resumed_run_has_whole_charts(
     tiny: dict[str, Path], tmp_path: Path, command: Command, own: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks that were finished before are told too."""
-    plain = Journal.keep
+    plain = Journal.store_block
 
     def keep(self: Any, block: Any, result: Any) -> Path:
         if block.index == 2:
@@ -198,9 +198,9 @@ def test_a_resumed_run_has_whole_charts(
         return plain(self, block, result)
 
     words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--report-to", "own")
-    monkeypatch.setattr("sparsellm.pipeline.journal.Journal.keep", keep)
+    monkeypatch.setattr("sparsellm.pipeline.journal.Journal.store_block", keep)
     assert command(*words).exit_code == 130
-    monkeypatch.setattr("sparsellm.pipeline.journal.Journal.keep", plain)
+    monkeypatch.setattr("sparsellm.pipeline.journal.Journal.store_block", plain)
     assert command(*words, "--resume").exit_code == 0
     charts = [by_name(rows)["error/fc1"] for _, rows in own.runs]
     assert [len(chart) for chart in charts] == [2, 3]

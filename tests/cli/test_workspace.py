@@ -50,7 +50,7 @@ def words(tiny: dict[str, Path], text_file: Path) -> tuple[object, ...]:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Make the next run end by an error after so many blocks; with -1 never."""
-    plain = Journal.keep
+    plain = Journal.store_block
 
     def after(blocks: int, error: type[BaseException] | BaseException) -> None:
         def keep(self: Journal, block: Block, result: BlockResult) -> Path:
@@ -58,7 +58,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
                 raise error
             return plain(self, block, result)
 
-        monkeypatch.setattr(Journal, "keep", plain if blocks < 0 else keep)
+        monkeypatch.setattr(Journal, "store_block", plain if blocks < 0 else keep)
 
     return after
 

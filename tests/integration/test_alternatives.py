@@ -59,7 +59,7 @@ def test_a_resumed_run_keeps_what_its_machine_chose(tmp_path: Path) -> None:
         "float32 products that skip zeros": 0.88,
         "matrix products in bfloat16": 0.01,
     }
-    Journal.begin(tmp_path, {}).note("speedups", begun)
+    Journal.begin(tmp_path, {}).store_fact("speedups", begun)
     resumed = startup._agree_on_alternatives(None, Journal.resume(tmp_path, {}).share())
     assert resumed == {
         "float32 products": "oneDNN",

@@ -245,8 +245,8 @@ def test_journals(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     told = {"recipe.method": "alps", "file": [1, "a"]}
     journal = Journal.begin(folder, told)
-    journal.note("batch", 3)
-    journal.keep_tensors("windows", {"x": torch.ones(2)})
+    journal.store_fact("batch", 3)
+    journal.store_tensors("windows", {"x": torch.ones(2)})
     content = journal.file.read_bytes()
     lines = either(mutated([content]), lambda random: b"\n".join(_line(line, random) for line in content.split(b"\n")))
 
@@ -258,7 +258,7 @@ def test_journals(tmp_path: Path) -> None:
                 return
             raise
         assert resumed.fact("batch") in (3, None)
-        resumed.note("batch", 4)
+        resumed.store_fact("batch", 4)
 
     fuzz(journal.file, lines, read, refuses=False)
 

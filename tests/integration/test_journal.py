@@ -121,9 +121,9 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_facts_and_tensors(tmp_path: Path) -> None:
     journal = Journal.begin(tmp_path / "work", PRINT)
-    journal.note("plan", {"a": 0.1, "b": [1, 2]})
+    journal.store_fact("plan", {"a": 0.1, "b": [1, 2]})
     kept = {"x": torch.randn(3, 4), "y": torch.arange(5).bfloat16()}
-    journal.keep_tensors("metrics", kept)
+    journal.store_tensors("metrics", kept)
     again = Journal.resume(tmp_path / "work", PRINT)
     assert again.fact("plan") == {"a": 0.1, "b": [1, 2]}
     assert again.fact("other") is None
@@ -202,13 +202,13 @@ def test_a_spoilt_line_is_reported_and_done_again(how: str, tmp_path: Path) -> N
     file.write_text("".join(spoil[0](lines)))
     journal = Journal.resume(tmp_path / "work", PRINT)
     assert list(journal.block_files()) == list(range(spoil[1]))
-    assert "of the journal is damaged" in journal.lost
+    assert "of the journal is damaged" in journal.damage
     model = random_model("opt")
     list(steps_of(model, METHODS["wanda"], journal))
     assert all(torch.equal(tensor, tensors(whole)[key]) for key, tensor in tensors(model).items())
     again = Journal.resume(tmp_path / "work", PRINT)
     assert list(again.block_files()) == [0, 1, 2]
-    assert again.lost == ""
+    assert again.damage == ""
 
 
 def test_a_line_of_another_run_does_not_count(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_line_of_another_run_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "one" / "journal.jsonl").write_text("".join([*one[:2], *two[2:]]))
     journal = Journal.resume(tmp_path / "one", PRINT | {"run": "one"})
     assert list(journal.block_files()) == [0]
-    assert journal.lost.startswith("line 3 of the journal")
+    assert journal.damage.startswith("line 3 of the journal")
 
 
 @pytest.mark.parametrize("spoil", ["flip", "cut", "gone"])
@@ -235,19 +235,19 @@ def test_a_damaged_block_is_done_again(spoil: str, tmp_path: Path) -> None:
         file.unlink()
     journal = Journal.resume(tmp_path / "work", PRINT)
     assert list(journal.block_files()) == [0]
-    assert journal.lost.startswith("block-00001.safetensors ")
+    assert journal.damage.startswith("block-00001.safetensors ")
     model = random_model("opt")
     list(steps_of(model, METHODS["wanda"], journal))
     assert all(torch.equal(tensor, tensors(whole)[key]) for key, tensor in tensors(model).items())
-    assert Journal.resume(tmp_path / "work", PRINT).lost == ""
+    assert Journal.resume(tmp_path / "work", PRINT).damage == ""
 
 
 def test_damaged_tensors_are_found_again(tmp_path: Path) -> None:
     """Sensitivities and the like: what was finished after them does not count."""
     journal = Journal.begin(tmp_path / "work", PRINT)
-    journal.note("before", 1)
-    journal.keep_tensors("metrics", {"x": torch.ones(3)})
-    journal.note("after", 2)
+    journal.store_fact("before", 1)
+    journal.store_tensors("metrics", {"x": torch.ones(3)})
+    journal.store_fact("after", 2)
     (tmp_path / "work" / "metrics.safetensors").write_bytes(b"")
     again = Journal.resume(tmp_path / "work", PRINT)
     assert (again.fact("before"), again.fact("after"), again.tensors("metrics")) == (1, None, None)
@@ -255,7 +255,7 @@ def test_damaged_tensors_are_found_again(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_under_a_run_is_refused(tmp_path: Path) -> None:
     journal = Journal.begin(tmp_path / "work", PRINT)
-    journal.keep_tensors("metrics", {"x": torch.ones(3)})
+    journal.store_tensors("metrics", {"x": torch.ones(3)})
     (tmp_path / "work" / "metrics.safetensors").write_bytes(b"")
     with pytest.raises(BadCheckpoint, match=r"metrics\.safetensors differs from what this run wrote"):
         journal.tensors("metrics")

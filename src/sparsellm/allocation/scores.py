@@ -37,7 +37,7 @@ class Facts(Protocol):
     """Stores results on the dense model by name, as the journal of a run does."""
 
     def fact(self, name: str) -> Any: ...
-    def note(self, name: str, value: Any) -> None: ...
+    def store_fact(self, name: str, value: Any) -> None: ...
 
 
 def allocate(
@@ -136,7 +136,7 @@ def owl(
     if outliers is None:
         outliers = _outlier_shares(model, batches, plan)
         if cache:
-            cache.note(fact, outliers)
+            cache.store_fact(fact, outliers)
     outlier_shares = [share for _, share in outliers]
     width = max(outlier_shares) - min(outlier_shares)
     spread = min(OWL_SPREAD, mean_density / 2, (1 - mean_density) / 2)

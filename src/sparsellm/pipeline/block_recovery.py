@@ -104,7 +104,7 @@ class BlockRecovery:
         tensors = {name: self.read(name) for name in self.outside}
         if loaded.weights.on_disk:
             assert journal is not None  # as for the blocks
-            loaded.weights.relocate(tensors, journal.keep_tensors("outside", tensors))
+            loaded.weights.relocate(tensors, journal.store_tensors("outside", tensors))
             return
         for name, tensor in tensors.items():
             loaded.model.get_parameter(name).copy_(tensor)

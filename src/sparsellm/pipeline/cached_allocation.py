@@ -88,7 +88,7 @@ def cached_allocation(
     if cache:
         if factors and not is_stored:
             _keep_factors(plan, factors, cache)
-        cache.note(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
+        cache.store_fact(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
     return Allocated(allocated, factors)
 
 
@@ -106,7 +106,7 @@ def _allocate_bits(
     if curves is None:
         curves = measure_errors(loaded, batches, plan, factors)
         if cache:
-            cache.note(fact, curves)
+            cache.store_fact(fact, curves)
     blocks = blocks_of(loaded.model)
     together = stored_together(blocks, plan)
     return Allocated(dict(plan), factors, BitBudget(curves, shapes_of(blocks, plan), bits, together=together))
@@ -129,7 +129,7 @@ def _keep_factors(plan: Plan, factors: Mapping[str, FisherFactors], cache: Journ
         for name, layer_factors in factors.items()
         for attribute, x in vars(layer_factors).items()
     }
-    cache.keep_tensors(f"factors-{_digest(plan)}", tensors)
+    cache.store_tensors(f"factors-{_digest(plan)}", tensors)
 
 
 def _digest(plan: Plan) -> str:

@@ -136,8 +136,8 @@ class DenseCache:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
             journal = (Journal.resume if (folder / JOURNAL).exists() else Journal.begin)(folder, known)
-            if journal.lost:
-                self._observer(Note(journal.lost))
+            if journal.damage:
+                self._observer(Note(journal.damage))
             yield journal.share()
 
     def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any], *, kind: Any = Any) -> Any:
@@ -145,7 +145,7 @@ class DenseCache:
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
         with self.open(known) as journal:
             if journal.fact(name) is None:
-                journal.note(name, adapter.dump_python(find(), mode="json"))
+                journal.store_fact(name, adapter.dump_python(find(), mode="json"))
             return adapter.validate_python(journal.fact(name))
 
     def in_memory(self, key: Hashable, find: Callable[[], Value]) -> Value:

@@ -44,12 +44,12 @@ class Journal:
     `resume`, and get the same results.
 
     Attributes:
-        lost: Why some lines of an earlier journal do not count, as a sentence; empty if all do.
+        damage: Why some lines of an earlier journal do not count, as a sentence; empty if all do.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lost = ""
+        self.damage = ""
         self._chain = ""
         self._blocks: dict[int, dict[str, Any]] = {}
         self._facts: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class Journal:
     def resume(cls, folder: Path, fingerprint: Mapping[str, Any]) -> Journal:
         """Open the journal of an interrupted run.
 
-        Lines from the first damaged line or file on are dropped, and `lost` says so. If the first line is damaged, the journal
+        Lines from the first damaged line or file on are dropped, and `damage` says so. If the first line is damaged, the journal
         starts empty.
 
         Args:
@@ -90,7 +90,7 @@ class Journal:
         lines, complete = _read_lines(journal.file)
         if not lines:
             journal = cls.begin(folder, fingerprint)
-            journal.lost = "the first line of the journal is damaged: no block counts as finished"
+            journal.damage = "the first line of the journal is damaged: no block counts as finished"
             return journal
         _check_fingerprint(fingerprint, lines[0]["fingerprint"])
         journal._chain = lines[0]["chain"]
@@ -104,7 +104,7 @@ class Journal:
             damage = "" if complete else f"line {len(lines) + 1} of the journal is damaged"
         if damage:
             count = len(journal._blocks)
-            journal.lost = f"{damage}: {count} blocks count as finished, later ones are pruned again"
+            journal.damage = f"{damage}: {count} blocks count as finished, later ones are pruned again"
             text = "".join(json.dumps(line) + "\n" for line in valid)
             durable(journal.file, text.encode())  # new lines are appended to these
         for file in folder.glob("*.partial"):  # of a killed process
@@ -113,25 +113,25 @@ class Journal:
 
     def share(self) -> Journal:
         """Copy the content of the main process's journal to all processes, and return this journal."""
-        self.lost, blocks, self._facts = collectives.broadcast_object([self.lost, list(self._blocks.values()), self._facts])
+        self.damage, blocks, self._facts = collectives.broadcast_object([self.damage, list(self._blocks.values()), self._facts])
         self._blocks = {line["block"]: line for line in blocks}
         return self
 
     def fact(self, name: str) -> Any:
-        """Return the value stored by `note`, or None."""
+        """Return the value stored by `store_fact`, or None."""
         return self._facts.get(name)
 
-    def note(self, name: str, value: Any) -> None:
+    def store_fact(self, name: str, value: Any) -> None:
         """Store an intermediate result, as JSON-serialisable data."""
         self._append({"fact": name, "value": value})
 
-    def keep_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
+    def store_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
         """Store tensors under a name; return their file."""
         self._append({"tensors": name, **self._store(name, tensors)})
         return self.folder / str(self.fact(name)["file"])
 
     def tensors(self, name: str) -> dict[str, Tensor] | None:
-        """Return the tensors stored by `keep_tensors`, or None.
+        """Return the tensors stored by `store_tensors`, or None.
 
         Raises:
             BadCheckpoint: Their file is damaged.
@@ -139,16 +139,16 @@ class Journal:
         stored = self.fact(name)
         return None if stored is None else self._load(stored)
 
-    def replace(self, name: str, tensors: Mapping[str, Tensor], value: Any) -> None:
+    def store_latest(self, name: str, tensors: Mapping[str, Tensor], value: Any) -> None:
         """Store tensors and JSON-serialisable data under a name, in place of what was stored there before."""
         previous = self.fact(name)
         number = 1 + (previous["number"] if previous else 0)  # the file before stays until the new line is durable
-        self.note(name, {"number": number, "value": value, **self._store(f"{name}-{number}", tensors)})
+        self.store_fact(name, {"number": number, "value": value, **self._store(f"{name}-{number}", tensors)})
         if previous and collectives.is_main():
             (self.folder / str(previous["file"])).unlink(missing_ok=True)
 
     def latest(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
-        """Return the tensors and data stored by `replace`; None if there are none, or if their file is damaged."""
+        """Return the tensors and data stored by `store_latest`; None if there are none, or if their file is damaged."""
         stored, data = self.fact(name), b""
         if stored is not None and collectives.is_main():
             with suppress(BadCheckpoint):
@@ -161,7 +161,7 @@ class Journal:
         line = self._blocks.get(index)
         return None if line is None else BLOCK_RESULT.validate_python(line["result"])
 
-    def keep(self, block: Block, result: BlockResult) -> Path:
+    def store_block(self, block: Block, result: BlockResult) -> Path:
         """Store a block's tensors, in their storage dtypes, and its result; return the file of the tensors."""
         tensors = {}
         for name, tensor in block.module.state_dict(keep_vars=True).items() if collectives.is_main() else ():
@@ -173,7 +173,7 @@ class Journal:
         self._append({"block": block.index, **stored, "result": BLOCK_RESULT.dump_python(result, mode="json")})
         return self.folder / str(self._blocks[block.index]["file"])
 
-    def restore(self, block: Block) -> Path:
+    def restore_block(self, block: Block) -> Path:
         """Copy the stored tensors of a finished block into it, and return their file.
 
         Raises:

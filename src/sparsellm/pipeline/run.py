@@ -217,7 +217,7 @@ class Run(Generic[P]):
         source, windows, report, batch = self.ready.source, self.ready.windows, self.report, self.batch
         while True:
             if self.journal:
-                self.journal.note("batch", batch)
+                self.journal.store_fact("batch", batch)
             dtype = loaded.products or loaded.compute or loaded.model.dtype
             report.resolved = {  # the values used where the recipe leaves them open
                 "method": repr(self.ready.method),

@@ -122,7 +122,7 @@ def visit_blocks(
             finished = journal.finished(block.index) if journal else None
             for step in [finished] if finished else steps(block, inputs):
                 if journal and isinstance(step, BlockResult):
-                    file = journal.restore(block) if finished else journal.keep(block, step)
+                    file = journal.restore_block(block) if finished else journal.store_block(block, step)
                     loaded.weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
                     if finished:
                         step = replace(step, scales={block.full_name(name): x for name, x in block.scales.items()})  # noqa: PLW2901

@@ -115,7 +115,7 @@ class JournalStore:
         if not collectives.broadcast_object(began - self._last >= self._seconds / STORING_SHARE):
             return
         on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        self._journal.replace(TRAINING_STATE, on_cpu, {"training": self._training, "state": dict(values)})
+        self._journal.store_latest(TRAINING_STATE, on_cpu, {"training": self._training, "state": dict(values)})
         self._last = time.monotonic()
         self._seconds = self._last - began
 
@@ -171,7 +171,7 @@ def cached_samples(
         return stored["x"]
     generated = generate_samples(loaded.model, windows, count, seed=seed, compute=loaded.compute, progress=advance)
     if cache:
-        cache.keep_tensors(name, {"x": generated.contiguous()})
+        cache.store_tensors(name, {"x": generated.contiguous()})
     return generated
 
 
@@ -209,7 +209,7 @@ def _cached_sensitivities(
             if cache is None:
                 computed[number] = sensitivity
             else:
-                cache.keep_tensors(f"{name}-{number}", {"x": sensitivity})
+                cache.store_tensors(f"{name}-{number}", {"x": sensitivity})
             advance(count - number, count)
     return JournalTensors(cache, name, count) if cache else [computed[number] for number in range(count)]
 

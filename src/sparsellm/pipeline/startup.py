@@ -62,8 +62,8 @@ def start_run(
             identity["pruned checkpoint"] = report.pruned.digest
         check_alike(identity)
         journal = work.begin(identity) if work else None
-    if journal and journal.lost:
-        observer(Note(journal.lost))
+    if journal and journal.damage:
+        observer(Note(journal.damage))
     placement, batch = fit(ready, placement, observer=observer, output=work.output if work else None)
     if journal:
         batch = journal.fact("batch") or batch  # a resumed run keeps its batch size
@@ -99,7 +99,7 @@ def _note_machine(journal: Journal, observer: Observer) -> None:
     current = {"processes": collectives.world(), "threads": torch.get_num_threads()}
     recorded = journal.fact("machine")
     if recorded is None:
-        journal.note("machine", current)
+        journal.store_fact("machine", current)
     elif recorded != current:
         before, now = (f"{x['processes']} processes of {x['threads']} threads" for x in (recorded, current))
         observer(Note(f"started with {before}, resumed with {now}: rounding differs, and so may the masks"))
@@ -112,7 +112,7 @@ def _agree_on_products(ready: Prepared, journal: Journal | None) -> torch.dtype 
         products = choose_products(ready) if collectives.is_main() else None
         name = collectives.broadcast_object("" if products is None else dtype_name(products))
         if journal:
-            journal.note("products", name)
+            journal.store_fact("products", name)
     return getattr(torch, name) if name else None
 
 
@@ -126,7 +126,7 @@ def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None
     if speedups is None:
         speedups = collectives.broadcast_object(_measure_alternatives(products) if collectives.is_main() else None)
         if journal:
-            journal.note("speedups", speedups)
+            journal.store_fact("speedups", speedups)
     alternatives.adopt(speedups)
     limit = max_density(products)
     return {
