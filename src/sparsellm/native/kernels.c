@@ -42,7 +42,7 @@ enum {
     PAGE = 4096,
     MAX_TOKENS = 8,
     MAX_CHUNKS = 2048,
-    MAX_SCALE_WORDS = 1 << 14, /* words of 64 columns with one scale: kernels_vnni.h */
+    MAX_SCALE_WORDS = 1 << 10, /* words of 64 columns with one scale, for each sum in a vector: kernels_planes.h */
     ROW_STEP = 4,     /* chunks are multiples of the rows that are taken at once */
 };
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, DTYPES };
@@ -69,7 +69,7 @@ struct Job {
     const uint16_t *scales;            /* of integers: (rows, scale_groups) bfloat16 */
     int64_t scale_groups, scale_words; /* scales of a row, and groups of 64 columns that have one */
     int value_dtype;
-    const char *starts;                /* what the sums of each token and each scale begin with: kernels_vnni.h */
+    const char *starts;                /* what the sums of each token and each scale begin with: kernels_planes.h */
     float factors[MAX_TOKENS];         /* of each prepared token */
     const void *bias;  /* of x's type, or NULL */
     void *out;         /* (tokens, rows) of x's type; (rows, columns) of a decoded matrix */
@@ -245,7 +245,7 @@ EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, in
     if (scales) {
         add_scales(&job, scales, group_size);
         kernel = other = value_dtype == INT8 ? INT8_FLOATS : INT4_FLOATS;
-        if (set >= AVX512 && job.scale_words <= MAX_SCALE_WORDS) {
+        if (set >= AVX512 && job.scale_words <= MAX_SCALE_WORDS * 16) {
             kernel = value_dtype == INT8 ? INT8_PLANES : INT4_PLANES;
             dtype = INT8;
         }
