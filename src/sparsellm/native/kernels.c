@@ -24,6 +24,10 @@
 #elif defined(__aarch64__) && !defined(SPARSELLM_PORTABLE)
 #define ARM 1
 #include <arm_neon.h>
+#ifndef __clang__
+/* GCC moves the loads of all 64 columns to their beginning and, without registers for them, keeps the sums in memory. */
+#pragma GCC optimize("no-schedule-insns")
+#endif
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
@@ -113,13 +117,12 @@ static ALWAYS_INLINE void pause_briefly(void) {
 #endif
 }
 
-/* Byte indices that move the kept ones of 8 bytes, 8 words, or 4 numbers, to their columns; 0x80 makes a zero. `high_bytes` and
-   `high_words` move them to the upper end of numbers of 32 bits each: for words, which are bfloat16, that makes them float32. */
-static uint8_t byte_places[256][8], word_places[256][16], number_places[16][16];
+/* Byte indices that move the kept ones of 8 words, or 4 numbers, to their columns; 0x80 makes a zero. `high_bytes` and
+   `high_words` move 8 of them to the upper end of numbers of 32 bits each: for words, which are bfloat16, that makes them float32. */
+static uint8_t word_places[256][16], number_places[16][16];
 static _Alignas(64) uint8_t high_bytes[256][32], high_words[256][32];
 
 __attribute__((constructor)) static void fill_tables(void) {
-    memset(byte_places, 0x80, sizeof byte_places);
     memset(word_places, 0x80, sizeof word_places);
     memset(number_places, 0x80, sizeof number_places);
     memset(high_bytes, 0x80, sizeof high_bytes);
@@ -127,7 +130,7 @@ __attribute__((constructor)) static void fill_tables(void) {
     for (int mask = 0; mask < 256; mask++)
         for (int column = 0, kept = 0; column < 8; column++) {
             if (!(mask >> column & 1)) continue;
-            byte_places[mask][column] = high_bytes[mask][4 * column + 3] = (uint8_t)kept;
+            high_bytes[mask][4 * column + 3] = (uint8_t)kept;
             for (int byte = 0; byte < 2; byte++) high_words[mask][4 * column + 2 + byte] = (uint8_t)(2 * kept + byte);
             for (int byte = 0; byte < 2; byte++) word_places[mask][2 * column + byte] = (uint8_t)(2 * kept + byte);
             if (mask < 16)
