@@ -24,6 +24,12 @@
 #elif defined(__aarch64__) && !defined(SPARSELLM_PORTABLE)
 #define ARM 1
 #include <arm_neon.h>
+#ifdef __linux__
+#include <sys/auxv.h>
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+#endif
 #ifndef __clang__
 /* GCC moves the loads of all 64 columns to their beginning and, without registers for them, keeps the sums in memory. */
 #pragma GCC optimize("no-schedule-insns")
@@ -41,7 +47,7 @@
 #endif
 
 enum {
-    VERSION = 5, /* native.py has the same; a library of another version is not used */
+    VERSION = 6, /* native.py has the same; a library of another version is not used */
     GROUP = 64,
     PAGE = 4096,
     MAX_TOKENS = 8,
@@ -50,7 +56,7 @@ enum {
     ROW_STEP = 4,     /* chunks are multiples of the rows that are taken at once */
 };
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, DTYPES };
-enum { PORTABLE, NEON, AVX2, AVX512, AVX512_BF16, INSTRUCTION_SETS };
+enum { PORTABLE, NEON, NEON_DOTPROD, AVX2, AVX512, AVX512_BF16, INSTRUCTION_SETS };
 
 /* Ask for memory that is read soon, into the second cache: into the first one, or less far ahead, it is slower by up to a half
    (4096 x 11008 at 70 % on Zen 4, one thread: 1.44 ms; 8 KiB ahead into the first cache 2.34; without 2.24). An address
@@ -147,6 +153,11 @@ EXPORT int sparsellm_instruction_sets(void) {
     int sets = 1 << PORTABLE;
 #ifdef ARM
     sets |= 1 << NEON;
+#if defined(__ARM_FEATURE_DOTPROD) /* the whole library is compiled for it, as on Apple's processors */
+    sets |= 1 << NEON_DOTPROD;
+#elif defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) sets |= 1 << NEON_DOTPROD;
+#endif
 #elif defined(X86)
     unsigned a, b, c, d, a1, b1, c1, d1, low, high;
     if (!__get_cpuid(1, &a1, &b1, &c1, &d1) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return sets;
@@ -169,7 +180,7 @@ EXPORT int sparsellm_version(void) { return VERSION; }
 
 /* Copy x (tokens, columns) to rows of `stride` numbers of a type, padded by zeros. */
 static void prepare(Job *job, char *to, const void *x, int to_dtype) {
-#ifdef X86
+#if defined(X86) || defined(ARM)
     if (to_dtype == INT8 && prepare_planes(job, to, x)) return;
 #endif
     if (to_dtype == INT8) job->function = job->other, to_dtype = FLOAT32;
@@ -248,7 +259,7 @@ EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, in
     if (scales) {
         add_scales(&job, scales, group_size);
         kernel = other = value_dtype == INT8 ? INT8_FLOATS : INT4_FLOATS;
-        if (set >= AVX512 && job.scale_words <= MAX_SCALE_WORDS * 16) {
+        if (functions[set][INT8_PLANES] && job.scale_words <= MAX_SCALE_WORDS * (set == NEON_DOTPROD ? 4 : 16)) {
             kernel = value_dtype == INT8 ? INT8_PLANES : INT4_PLANES;
             dtype = INT8;
         }

@@ -16,17 +16,20 @@ static ALWAYS_INLINE Pair pair_multiply(Pair sum, Pair v, Pair x) {
     return (Pair){vfmaq_f32(sum.low, v.low, x.low), vfmaq_f32(sum.high, v.high, x.high)};
 }
 
-/* Byte indices of 8 numbers, of which the second four may lie in two vectors; 0x80 makes a zero. */
-static uint8_t low_numbers[256][16], high_numbers[256][16];
+/* Byte indices of 8 numbers, of which the second four may lie in two vectors; and two entries whose sum has those of 16 bytes, as the
+   first one adds its bits to the indices of the second. 0x80 to 0x88 make a zero. */
+static uint8_t low_numbers[256][16], high_numbers[256][16], first_bytes[256][16], second_bytes[256][16];
 
 __attribute__((constructor)) static void fill_neon_tables(void) {
     for (int mask = 0; mask < 256; mask++) {
         memset(low_numbers[mask], 0x80, 16), memset(high_numbers[mask], 0x80, 16);
+        memset(first_bytes[mask], 0x80, 8), memset(first_bytes[mask] + 8, __builtin_popcount((unsigned)mask), 8);
+        memset(second_bytes[mask] + 8, 0x80, 8);
         for (int column = 0, kept = 0; column < 8; column++) {
             if (!(mask >> column & 1)) continue;
             uint8_t *number = (column < 4 ? low_numbers : high_numbers)[mask] + column % 4 * 4;
             for (int byte = 0; byte < 4; byte++) number[byte] = (uint8_t)(4 * kept + byte);
-            kept++;
+            first_bytes[mask][column] = second_bytes[mask][8 + column] = (uint8_t)kept++;
         }
     }
 }
@@ -135,3 +138,5 @@ static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
 DECODE(decode_words_neon, , uint16_t, GROUP, NEON_PLACE_WORDS)
 DECODE(decode_numbers_neon, , uint32_t, GROUP, NEON_PLACE_NUMBERS)
 READ_ROWS(read_neon, , uint8x16_t, NEON_LOAD, vorrq_u8)
+
+#include "kernels_dotprod.h"

@@ -1,5 +1,5 @@
-/* Products of integers by instructions that multiply bytes and add four products to a number of 32 bits, as AVX-512 VNNI does
-   (kernels_vnni.h).
+/* Products of integers by instructions that multiply bytes and add four products to a number of 32 bits: AVX-512 VNNI
+   (kernels_vnni.h) and the dot products of Arm (kernels_dotprod.h).
 
    The numbers x of a token become integers X = round(x 2^(22 - e)), where 2^e is above the largest |x| of the token, and X is cut
    into three signed bytes: X = 65536 a + 256 b + c. Products with each are summed without any rounding. x is therefore exact

@@ -187,6 +187,7 @@ static Function *const functions[INSTRUCTION_SETS][FUNCTIONS] = {
     [PORTABLE] = {NUMBERED(portable)},
 #ifdef ARM
     [NEON] = {NUMBERED(neon)},
+    [NEON_DOTPROD] = {NUMBERED(neon), PLANES},
 #endif
 #ifdef X86
     [AVX2] = {NUMBERED(avx2)},
