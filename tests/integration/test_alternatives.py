@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 import sparsellm
@@ -105,8 +106,8 @@ def products_of(rows: int, columns: int, tokens: int) -> Iterator[tuple[Callable
             yield partial(products.linear, x, dense), partial(chosen, x, None)
     if kernels.instruction_set():
         packed, dense = Bitmask.from_dense(weight.bfloat16().where(weight > 0, 0.0)), weight.bfloat16()
-        head = DenseLinear(columns, rows, bias=False)
-        head.weight.data = dense
+        head = DenseLinear(columns, rows, bias=False).requires_grad_(False)
+        head.weight = nn.Parameter(dense, requires_grad=False)
         for count in kernels.PACKED_TOKENS:
             x = inputs[:count].bfloat16()
             yield partial(kernels._multiply_tiles, x, packed, None), partial(kernels.packed_matmul, x, packed)

@@ -11,8 +11,9 @@ import torch
 
 from sparsellm.runtime import native
 
-INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
-"""In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI, VBMI2 and VNNI."""
+INSTRUCTION_SETS = ("portable", "neon", "neon_dotprod", "avx2", "avx512", "avx512_bf16")
+"""In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI, VBMI2 and VNNI; neon_dotprod is NEON
+with the dot products of bytes that Armv8.2 may have, and Armv8.4 has."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """Types of values, numbered as in kernels.c; uint8 holds two numbers of 4 bits."""

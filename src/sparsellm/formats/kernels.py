@@ -39,10 +39,10 @@ def packed_matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Ten
 
     The bits of the result do not depend on the number of threads. With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
 
-    Up to `MAX_TOKENS` tokens are multiplied by the integers of a quantized matrix, and their sums by its scales. With AVX-512,
-    x is rounded for this to multiples of 2^-22 times a power of two above all numbers of the token: bfloat16 numbers stay as
-    they are, unless they are 2^14 times smaller than the largest one. For more tokens, each product of a scale and an integer
-    is rounded to x's dtype, as `sparsellm unpack` rounds to the model's.
+    Up to `MAX_TOKENS` tokens are multiplied by the integers of a quantized matrix, and their sums by its scales. With AVX-512
+    or Arm's dot products, x is rounded for this to multiples of 2^-22 times a power of two above all numbers of the token:
+    bfloat16 numbers stay as they are, unless they are 2^14 times smaller than the largest one. For more tokens, each product of
+    a scale and an integer is rounded to x's dtype, as `sparsellm unpack` rounds to the model's.
 
     Args:
         x: (tokens, in) float32, bfloat16 or float16.

@@ -24,6 +24,16 @@
 #elif defined(__aarch64__) && !defined(SPARSELLM_PORTABLE)
 #define ARM 1
 #include <arm_neon.h>
+#ifdef __linux__
+#include <sys/auxv.h>
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+#endif
+#ifndef __clang__
+/* GCC moves the loads of all 64 columns to their beginning and, without registers for them, keeps the sums in memory. */
+#pragma GCC optimize("no-schedule-insns")
+#endif
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
@@ -37,16 +47,16 @@
 #endif
 
 enum {
-    VERSION = 5, /* native.py has the same; a library of another version is not used */
+    VERSION = 6, /* native.py has the same; a library of another version is not used */
     GROUP = 64,
     PAGE = 4096,
     MAX_TOKENS = 8,
     MAX_CHUNKS = 2048,
-    MAX_SCALE_WORDS = 1 << 14, /* words of 64 columns with one scale: kernels_vnni.h */
+    MAX_SCALE_WORDS = 1 << 10, /* words of 64 columns with one scale, for each sum in a vector: kernels_planes.h */
     ROW_STEP = 4,     /* chunks are multiples of the rows that are taken at once */
 };
 enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, DTYPES };
-enum { PORTABLE, NEON, AVX2, AVX512, AVX512_BF16, INSTRUCTION_SETS };
+enum { PORTABLE, NEON, NEON_DOTPROD, AVX2, AVX512, AVX512_BF16, INSTRUCTION_SETS };
 
 /* Ask for memory that is read soon, into the second cache: into the first one, or less far ahead, it is slower by up to a half
    (4096 x 11008 at 70 % on Zen 4, one thread: 1.44 ms; 8 KiB ahead into the first cache 2.34; without 2.24). An address
@@ -69,7 +79,7 @@ struct Job {
     const uint16_t *scales;            /* of integers: (rows, scale_groups) bfloat16 */
     int64_t scale_groups, scale_words; /* scales of a row, and groups of 64 columns that have one */
     int value_dtype;
-    const char *starts;                /* what the sums of each token and each scale begin with: kernels_vnni.h */
+    const char *starts;                /* what the sums of each token and each scale begin with: kernels_planes.h */
     float factors[MAX_TOKENS];         /* of each prepared token */
     const void *bias;  /* of x's type, or NULL */
     void *out;         /* (tokens, rows) of x's type; (rows, columns) of a decoded matrix */
@@ -113,13 +123,12 @@ static ALWAYS_INLINE void pause_briefly(void) {
 #endif
 }
 
-/* Byte indices that move the kept ones of 8 bytes, 8 words, or 4 numbers, to their columns; 0x80 makes a zero. `high_bytes` and
-   `high_words` move them to the upper end of numbers of 32 bits each: for words, which are bfloat16, that makes them float32. */
-static uint8_t byte_places[256][8], word_places[256][16], number_places[16][16];
+/* Byte indices that move the kept ones of 8 words, or 4 numbers, to their columns; 0x80 makes a zero. `high_bytes` and
+   `high_words` move 8 of them to the upper end of numbers of 32 bits each: for words, which are bfloat16, that makes them float32. */
+static uint8_t word_places[256][16], number_places[16][16];
 static _Alignas(64) uint8_t high_bytes[256][32], high_words[256][32];
 
 __attribute__((constructor)) static void fill_tables(void) {
-    memset(byte_places, 0x80, sizeof byte_places);
     memset(word_places, 0x80, sizeof word_places);
     memset(number_places, 0x80, sizeof number_places);
     memset(high_bytes, 0x80, sizeof high_bytes);
@@ -127,7 +136,7 @@ __attribute__((constructor)) static void fill_tables(void) {
     for (int mask = 0; mask < 256; mask++)
         for (int column = 0, kept = 0; column < 8; column++) {
             if (!(mask >> column & 1)) continue;
-            byte_places[mask][column] = high_bytes[mask][4 * column + 3] = (uint8_t)kept;
+            high_bytes[mask][4 * column + 3] = (uint8_t)kept;
             for (int byte = 0; byte < 2; byte++) high_words[mask][4 * column + 2 + byte] = (uint8_t)(2 * kept + byte);
             for (int byte = 0; byte < 2; byte++) word_places[mask][2 * column + byte] = (uint8_t)(2 * kept + byte);
             if (mask < 16)
@@ -144,6 +153,11 @@ EXPORT int sparsellm_instruction_sets(void) {
     int sets = 1 << PORTABLE;
 #ifdef ARM
     sets |= 1 << NEON;
+#if defined(__ARM_FEATURE_DOTPROD) /* the whole library is compiled for it, as on Apple's processors */
+    sets |= 1 << NEON_DOTPROD;
+#elif defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) sets |= 1 << NEON_DOTPROD;
+#endif
 #elif defined(X86)
     unsigned a, b, c, d, a1, b1, c1, d1, low, high;
     if (!__get_cpuid(1, &a1, &b1, &c1, &d1) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return sets;
@@ -166,7 +180,7 @@ EXPORT int sparsellm_version(void) { return VERSION; }
 
 /* Copy x (tokens, columns) to rows of `stride` numbers of a type, padded by zeros. */
 static void prepare(Job *job, char *to, const void *x, int to_dtype) {
-#ifdef X86
+#if defined(X86) || defined(ARM)
     if (to_dtype == INT8 && prepare_planes(job, to, x)) return;
 #endif
     if (to_dtype == INT8) job->function = job->other, to_dtype = FLOAT32;
@@ -245,7 +259,7 @@ EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, in
     if (scales) {
         add_scales(&job, scales, group_size);
         kernel = other = value_dtype == INT8 ? INT8_FLOATS : INT4_FLOATS;
-        if (set >= AVX512 && job.scale_words <= MAX_SCALE_WORDS) {
+        if (functions[set][INT8_PLANES] && job.scale_words <= MAX_SCALE_WORDS * (set == NEON_DOTPROD ? 4 : 16)) {
             kernel = value_dtype == INT8 ? INT8_PLANES : INT4_PLANES;
             dtype = INT8;
         }

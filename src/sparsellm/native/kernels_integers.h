@@ -31,7 +31,7 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
         p[i] = (const uint8_t *)job->values + job->row_starts[row + i];
         scales[i] = job->scales + (row + i) * job->scale_groups;
 #ifdef SPLIT
-        if (job->groups) SPLIT(bytes[i][0], p[i]), p[i] += PAIRS(read_mask(mask[i]));
+        if (job->groups) SPLIT(bytes[i][0], p[i]);
 #endif
         UNROLL
         for (int t = 0; t < tokens; t++) results[i][t] = NOTHING;
@@ -47,21 +47,21 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
         }
         for (; word < end; word++) {
             const char *x = (const char *)job->x + word * X_BYTES;
-            uint64_t w[4] = {0};
+            MASK w[4] = {0};
 #ifdef SPLIT
             const uint8_t *q[4] = {0};
-            int64_t next = word + 1 < job->groups ? word + 1 : word; /* behind the last word something is split, too, and not used */
 #else
             const uint8_t **q = p;
 #endif
             UNROLL
             for (int i = 0; i < rows; i++) {
-                w[i] = read_mask(mask[i] + word * 8);
+                w[i] = READ_MASK(mask[i] + word * 8);
                 if (word % 8 == 0) __builtin_prefetch(mask[i] + (word + rows * job->groups) * 8, 0, 2);
                 PREFETCH(p[i]); /* 64 columns move p by 64 bytes at most, so that every line is asked for */
 #ifdef SPLIT
                 q[i] = bytes[i][word & 1];
-                SPLIT(bytes[i][~word & 1], p[i]), p[i] += PAIRS(read_mask(mask[i] + next * 8));
+                p[i] += PAIRS(w[i]);
+                SPLIT(bytes[i][~word & 1], p[i]); /* behind the last word, too, and not used */
 #endif
             }
             UNROLL

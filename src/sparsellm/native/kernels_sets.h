@@ -19,6 +19,11 @@ enum {
     FUNCTIONS
 };
 
+/* The mask of 64 columns as steps take it, how it is read, and the number of its bits. NEON has others. */
+#define MASK uint64_t
+#define READ_MASK read_mask
+#define COUNT_BITS __builtin_popcountll
+
 /* A function that decodes rows; PLACE(to, p, w) writes LANES values whose mask is the low bits of w, and moves p. */
 #define DECODE(NAME, TARGET, VALUE, LANES, PLACE)                                                      \
     static TARGET void NAME(const Job *job, int64_t row, int64_t stop) {                               \
@@ -38,7 +43,7 @@ enum {
     }
 
 /* Bytes of a word's numbers of 4 bits. */
-#define PAIRS(w) ((__builtin_popcountll(w) + 1) >> 1)
+#define PAIRS(w) ((COUNT_BITS(w) + 1) >> 1)
 
 /* Split pairs of numbers of 4 bits into bytes, and take these for a word. */
 #define WORD_OF_HALVES(v, p, w)                                                                        \
@@ -56,7 +61,7 @@ enum {
         for (; row < stop; row++) {                                                                    \
             const uint8_t *p = (const uint8_t *)job->values + job->row_starts[row];                    \
             for (int64_t group = 0; group < job->groups; group++) {                                    \
-                uint64_t w = read_mask(job->mask + (row * job->groups + group) * 8);                   \
+                MASK w = READ_MASK(job->mask + (row * job->groups + group) * 8);                       \
                 float numbers[GROUP];                                                                  \
                 SUM v[GROUP / LANES];                                                                  \
                 PREFETCH(p);                                                                           \
@@ -182,6 +187,7 @@ static Function *const functions[INSTRUCTION_SETS][FUNCTIONS] = {
     [PORTABLE] = {NUMBERED(portable)},
 #ifdef ARM
     [NEON] = {NUMBERED(neon)},
+    [NEON_DOTPROD] = {NUMBERED(neon), PLANES},
 #endif
 #ifdef X86
     [AVX2] = {NUMBERED(avx2)},

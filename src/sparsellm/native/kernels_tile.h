@@ -4,7 +4,8 @@
      VALUE, X       types of the matrix's values and of the prepared tokens
      LANES          columns that one step covers; it divides 64
      SUM, VECTOR    types of a vector of sums and of a vector of values
-     STEP(v, p, w, n)  v, a VECTOR of columns n * LANES to (n + 1) * LANES of 64, whose mask is w, from the values at p; moves p
+     STEP(v, p, w, n)  v, a VECTOR of columns n * LANES to (n + 1) * LANES of 64, whose mask is w, from the values at p; moves p, or
+                    all of the 64 columns' steps together do
      LOAD_X(p)      a vector of LANES prepared columns; KEEP(x) keeps it in a register, where compilers would load it for each row
      MULTIPLY(s, v, x)  s + v * x; ZERO, TOTAL(s), ADD(s, s)
      ROWS(tokens)   rows that are taken at once, 1, 2 or 4, as many as registers hold sums: they share the loads of x
@@ -27,10 +28,10 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
     }
     for (int64_t group = 0; group < job->groups; group++) {
         const X *x = (const X *)job->x + group * GROUP;
-        uint64_t w[4] = {0};
+        MASK w[4] = {0};
         UNROLL
         for (int i = 0; i < rows; i++) {
-            w[i] = DENSE ? 0 : read_mask(mask[i] + group * 8);
+            if (!DENSE) w[i] = READ_MASK(mask[i] + group * 8);
             if (DENSE && group == job->columns / GROUP) {
                 memcpy(last[DENSE * i], p[i], job->columns % GROUP * sizeof(VALUE));
                 p[i] = last[DENSE * i];

@@ -10,7 +10,7 @@ from typing import Any
 LIBRARY = Path(__file__).parents[1] / "native" / "_native.so"
 """Compiled by `hatch_build.py` from the C files beside it."""
 
-LIBRARY_VERSION = 5
+LIBRARY_VERSION = 6
 """Of the functions' arguments; kernels.c has the same."""
 
 

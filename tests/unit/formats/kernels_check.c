@@ -1,8 +1,30 @@
-/* Compares every instruction set of kernels.c with a loop, without Python: for processors that are emulated. Prints their names. */
+/* Compares every instruction set of kernels.c with a loop, without Python: for processors that are emulated. Prints their names.
+   Pages that must not be read lie around what the functions take, beside its first byte or beside its last one. */
 #include <math.h>
 #include <stdio.h>
 
 #include "kernels.c"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+static int at_end, maps;
+static struct { char *start; size_t size; } map[16];
+
+/* Zeros until `release`. */
+static void *buffer(size_t size) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), inner = (size + page - 1) / page * page;
+    char *start = mmap(NULL, inner + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED || mprotect(start + page, inner, PROT_READ | PROT_WRITE)) abort();
+    map[maps].start = start, map[maps++].size = inner + 2 * page;
+    return start + page + (at_end ? inner - size : 0);
+}
+
+static void *copy(const void *from, size_t size) { return memcpy(buffer(size), from, size); }
+
+static void release(void) {
+    while (maps) maps--, munmap(map[maps].start, map[maps].size);
+}
 
 static uint64_t state = 1;
 static double uniform(void) {
@@ -18,10 +40,11 @@ static float value(const void *values, int dtype, int64_t i) {
 
 static int check(int set, int dtype, int64_t rows, int64_t columns, int64_t tokens, int x_dtype) {
     int64_t groups = (columns + 63) / 64, kept = 0;
-    uint8_t *mask = calloc(1, (size_t)(rows * groups * 8 + 8));
-    int64_t *starts = malloc((size_t)(rows + 1) * 8);
-    void *values = calloc((size_t)(rows * columns + 64), 4), *x = calloc((size_t)(tokens * columns), 4);
-    void *out = calloc((size_t)(tokens * rows), 4), *dense = calloc((size_t)(rows * columns), 4);
+    size_t width = dtype == FLOAT32 ? 4 : 2, x_width = x_dtype == BFLOAT16 ? 2 : 4;
+    uint8_t *mask = buffer((size_t)(rows * groups * 8));
+    int64_t *starts = buffer((size_t)(rows + 1) * 8);
+    void *values = calloc((size_t)(rows * columns + 64), 4), *x = buffer((size_t)(tokens * columns) * x_width), *packed;
+    void *out = buffer((size_t)(tokens * rows) * x_width), *dense = buffer((size_t)(rows * columns) * width);
     double *exact = calloc((size_t)(tokens * rows), 8), *terms = calloc((size_t)(tokens * rows), 8);
     for (int64_t i = 0; i < tokens * columns; i++) {
         float number = (float)uniform();
@@ -40,14 +63,13 @@ static int check(int set, int dtype, int64_t rows, int64_t columns, int64_t toke
                 exact[t * rows + row] += product;
                 terms[t * rows + row] += fabs(product);
             }
-            size_t width = dtype == FLOAT32 ? 4 : 2;
             memcpy((char *)dense + (size_t)(row * columns + c) * width, (char *)values + (size_t)kept * width, width);
             kept++;
         }
     }
     starts[rows] = kept;
-    values = realloc(values, (size_t)(kept + 64) * (dtype == FLOAT32 ? 4 : 2)); /* no more than PADDING behind the last one */
-    sparsellm_matmul(set, 2, x, x_dtype, tokens, mask, values, dtype, starts, NULL, 0, rows, columns, NULL, out);
+    packed = copy(values, (size_t)(kept + 64) * width); /* no more than PADDING behind the last one */
+    sparsellm_matmul(set, 2, x, x_dtype, tokens, mask, packed, dtype, starts, NULL, 0, rows, columns, NULL, out);
     int wrong = 0;
     for (int64_t i = 0; i < tokens * rows; i++) {
         double error = fabs((double)value(out, x_dtype, i) - exact[i]);
@@ -60,10 +82,10 @@ static int check(int set, int dtype, int64_t rows, int64_t columns, int64_t toke
             wrong += !(error <= terms[i] * 0x1p-18 + fabs(exact[i]) * (x_dtype == BFLOAT16 ? 0x1p-7 : 0x1p-22) + 1e-30);
         }
     }
-    void *decoded = malloc((size_t)(rows * columns) * 4);
-    sparsellm_decode(set, 2, mask, values, dtype, starts, NULL, 0, 0, rows, columns, dtype, decoded);
-    wrong += memcmp(decoded, dense, (size_t)(rows * columns) * (dtype == FLOAT32 ? 4 : 2)) != 0;
-    free(mask), free(starts), free(values), free(x), free(out), free(dense), free(exact), free(terms), free(decoded);
+    void *decoded = buffer((size_t)(rows * columns) * width);
+    sparsellm_decode(set, 2, mask, packed, dtype, starts, NULL, 0, 0, rows, columns, dtype, decoded);
+    wrong += memcmp(decoded, dense, (size_t)(rows * columns) * width) != 0;
+    free(values), free(exact), free(terms), release();
     if (wrong) printf("set %d, type %d, %d x %d, %d tokens: wrong\n", set, dtype, (int)rows, (int)columns, (int)tokens);
     return wrong;
 }
@@ -71,11 +93,12 @@ static int check(int set, int dtype, int64_t rows, int64_t columns, int64_t toke
 /* Integers of a type with a scale for each group_size columns; x has one large number. */
 static int check_integers(int set, int dtype, int64_t group_size, int64_t rows, int64_t columns, int64_t tokens, int x_dtype) {
     int64_t groups = (columns + 63) / 64, scale_groups = group_size ? (columns + group_size - 1) / group_size : 1, bytes = 0;
-    uint8_t *mask = calloc(1, (size_t)(rows * groups * 8)), *values = calloc(1, (size_t)(rows * (columns + groups) + 64));
-    int64_t *starts = malloc((size_t)(rows + 1) * 8);
-    uint16_t *scales = calloc((size_t)(rows * scale_groups), 2);
-    void *x = calloc((size_t)(tokens * columns), x_dtype == BFLOAT16 ? 2 : 4), *out = calloc((size_t)(tokens * rows), 4);
-    float *dense = calloc((size_t)(rows * columns), 4), *decoded = calloc((size_t)(rows * columns), 4);
+    size_t x_width = x_dtype == BFLOAT16 ? 2 : 4;
+    uint8_t *mask = buffer((size_t)(rows * groups * 8)), *values = calloc(1, (size_t)(rows * (columns + groups) + 64)), *packed;
+    int64_t *starts = buffer((size_t)(rows + 1) * 8);
+    uint16_t *scales = buffer((size_t)(rows * scale_groups) * 2);
+    void *x = buffer((size_t)(tokens * columns) * x_width), *out = buffer((size_t)(tokens * rows) * x_width);
+    float *dense = calloc((size_t)(rows * columns), 4), *decoded = buffer((size_t)(rows * columns) * 4);
     for (int64_t i = 0; i < tokens * columns; i++) {
         float number = (float)uniform() * (i % columns ? 1 : 64);
         if (x_dtype == BFLOAT16) ((uint16_t *)x)[i] = to_bfloat16(number);
@@ -97,9 +120,9 @@ static int check_integers(int set, int dtype, int64_t group_size, int64_t rows, 
         if (dtype == INT4) bytes += count & 1; /* the last word's byte that is half full */
     }
     starts[rows] = bytes;
-    values = realloc(values, (size_t)bytes + 64); /* no more than PADDING behind the last one */
-    sparsellm_matmul(set, 2, x, x_dtype, tokens, mask, values, dtype, starts, scales, group_size, rows, columns, NULL, out);
-    sparsellm_decode(set, 2, mask, values, dtype, starts, scales, group_size, 0, rows, columns, FLOAT32, decoded);
+    packed = copy(values, (size_t)bytes + 64); /* no more than PADDING behind the last one */
+    sparsellm_matmul(set, 2, x, x_dtype, tokens, mask, packed, dtype, starts, scales, group_size, rows, columns, NULL, out);
+    sparsellm_decode(set, 2, mask, packed, dtype, starts, scales, group_size, 0, rows, columns, FLOAT32, decoded);
     int wrong = memcmp(decoded, dense, (size_t)(rows * columns) * 4) != 0;
     for (int64_t i = 0; i < tokens * rows; i++) {
         double exact = 0, terms = 0, sum = 0;
@@ -110,28 +133,48 @@ static int check_integers(int set, int dtype, int64_t group_size, int64_t rows, 
         double error = fabs((double)value(out, x_dtype, i) - exact);
         wrong += !(error <= terms * 0x1p-18 + sum * 0x1p-16 + fabs(exact) * (x_dtype == BFLOAT16 ? 0x1p-7 : 0x1p-22) + 1e-30);
     }
-    free(mask), free(values), free(starts), free(scales), free(x), free(out), free(dense), free(decoded);
+    free(values), free(dense), release();
     if (wrong) printf("set %d, type %d, %d x %d, %d tokens: wrong\n", set, dtype, (int)rows, (int)columns, (int)tokens);
     return wrong;
 }
 
+/* A row of the largest integers times the largest x: no sum of 32 bits overflows at any length, and one infinite x makes it infinite. */
+static int check_long_row(int set, int dtype, int64_t columns, float number) {
+    int64_t starts[] = {0, dtype == INT8 ? columns : columns / 2};
+    uint16_t scale = to_bfloat16(1);
+    float *x = calloc((size_t)columns, 4), out = 0;
+    uint8_t *mask = malloc((size_t)columns / 8), *values = calloc(1, (size_t)starts[1] + 64);
+    memset(mask, 0xff, (size_t)columns / 8), memset(values, dtype == INT8 ? 0x80 : 0x88, (size_t)starts[1]); /* -128 or -8 */
+    for (int64_t c = 0; c < columns; c++) x[c] = c ? (float)(1 - 0x1p-20) : number;
+    sparsellm_matmul(set, 1, x, FLOAT32, 1, mask, values, dtype, starts, &scale, 0, 1, columns, NULL, &out);
+    double exact = (dtype == INT8 ? -128 : -8) * ((double)columns * (1 - 0x1p-20) + (double)number - 1);
+    int wrong = isinf(exact) ? (double)out != exact : !(fabs((double)out - exact) <= fabs(exact) * 0x1p-10);
+    if (wrong) printf("set %d, type %d, %d columns: %g for %g\n", set, dtype, (int)columns, (double)out, exact);
+    free(x), free(mask), free(values);
+    return wrong;
+}
+
 int main(void) {
-    static const char *const names[] = {"portable", "neon", "avx2", "avx512", "avx512_bf16"};
+    static const char *const names[] = {"portable", "neon", "neon_dotprod", "avx2", "avx512", "avx512_bf16"};
     static const int shapes[][2] = {{1, 1}, {3, 7}, {5, 64}, {9, 200}, {70, 1030}};
     int wrong = 0, sets = sparsellm_instruction_sets();
     for (int set = 0; set < INSTRUCTION_SETS; set++) {
         if (!(sets >> set & 1)) continue;
-        for (int dtype = FLOAT32; dtype <= FLOAT16; dtype++)
+        for (at_end = 0; at_end < 2; at_end++)
             for (int tokens = 1; tokens <= MAX_TOKENS; tokens++)
                 for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
-                    for (int x_dtype = FLOAT32; x_dtype <= BFLOAT16; x_dtype++)
-                        wrong += check(set, dtype, shapes[s][0], shapes[s][1], tokens, x_dtype);
+                    for (int x_dtype = FLOAT32; x_dtype <= BFLOAT16; x_dtype++) {
+                        for (int dtype = FLOAT32; dtype <= FLOAT16; dtype++)
+                            wrong += check(set, dtype, shapes[s][0], shapes[s][1], tokens, x_dtype);
+                        if (tokens > 3 && tokens < 8) continue; /* as 3, or as 8 */
+                        for (int dtype = INT8; dtype <= INT4; dtype++)
+                            for (int64_t size = 0; size <= 192; size += 192)
+                                wrong += check_integers(set, dtype, size, shapes[s][0], shapes[s][1], tokens, x_dtype);
+                    }
         for (int dtype = INT8; dtype <= INT4; dtype++)
-            for (int tokens = 1; tokens <= MAX_TOKENS; tokens = tokens < 3 ? tokens + 1 : tokens + 5) /* 1, 2, 3 as 4, and 8 */
-                for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
-                    for (int x_dtype = FLOAT32; x_dtype <= BFLOAT16; x_dtype++)
-                        for (int64_t size = 0; size <= 192; size += 192)
-                            wrong += check_integers(set, dtype, size, shapes[s][0], shapes[s][1], tokens, x_dtype);
+            for (int64_t words = 1 << 10; words <= 1 << 14; words *= 4) /* and with 64 columns more than sums of 32 bits may take */
+                for (int more = 0; more < 2; more++)
+                    wrong += check_long_row(set, dtype, (words + more) * 64, more ? INFINITY : (float)(1 - 0x1p-20));
         printf("%s\n", names[set]);
     }
     return wrong != 0;

@@ -308,18 +308,20 @@ def test_values_are_padded_for_the_widest_read() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("compiler", "flags", "emulator"),
+    ("compiler", "flags", "emulator", "expected"),
     [
-        ("gcc", ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], None),
-        ("aarch64-linux-gnu-gcc", ["-static"], "qemu-aarch64"),
+        ("gcc", ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "", ()),
+        ("aarch64-linux-gnu-gcc", ["-static"], "qemu-aarch64 -cpu cortex-a53", ("portable", "neon")),
+        ("aarch64-linux-gnu-gcc", ["-static"], "qemu-aarch64 -cpu max", ("portable", "neon", "neon_dotprod")),
     ],
-    ids=["sanitizers", "neon"],
+    ids=["sanitizers", "neon", "neon_dotprod"],
 )
 def test_program_without_python_agrees_with_a_loop(
-    compiler: str, flags: list[str], emulator: str | None, tmp_path: Path
+    compiler: str, flags: list[str], emulator: str, expected: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """With checks of addresses and undefined behaviour on this processor, and on another one that is emulated."""
-    for program in filter(None, (compiler, emulator)):
+    """With checks of addresses and undefined behaviour on this processor, and on others that are emulated."""
+    emulation = shlex.split(emulator)
+    for program in (compiler, *emulation[:1]):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")
     program, source = tmp_path / "check", Path(__file__).with_name("kernels_check.c")
@@ -328,7 +330,7 @@ def test_program_without_python_agrees_with_a_loop(
         flags = [*flags, *shlex.split(os.environ.get("CFLAGS", ""))]  # as hatch_build.py: the same instruction sets
     command = [compiler, "-O1", "-Wall", "-Werror", *flags, f"-I{folder}", "-pthread", "-o", str(program), str(source), "-lm"]
     subprocess.run(command, check=True)
-    done = subprocess.run([*filter(None, [emulator]), program], check=False, capture_output=True, text=True)
+    done = subprocess.run([*emulation, program], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     names = done.stdout.split()
-    assert names == (["portable", "neon"] if emulator else [*kernels.instruction_sets()] or names)
+    assert names == ([*expected] or [*kernels.instruction_sets()] or names)
