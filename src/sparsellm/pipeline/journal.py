@@ -77,8 +77,8 @@ class Journal:
     def resume(cls, folder: Path, fingerprint: Mapping[str, Any]) -> Journal:
         """Open the journal of an interrupted run.
 
-        Lines from the first damaged line or file on are dropped, and `damage` says so. If the first line is damaged, the journal
-        starts empty.
+        Lines from the first damaged line or file on are dropped, and `damage` says so. If the first line is damaged, the
+        journal starts empty.
 
         Args:
             fingerprint: As for `begin`; it must be that of the interrupted run.
