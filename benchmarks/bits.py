@@ -36,10 +36,10 @@ from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.sequential import prune_blocks
 from sparsellm.solvers.integers import SCALE_BITS, IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern

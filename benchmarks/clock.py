@@ -61,7 +61,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "methods.feedforward_problem:FeedForwardProblem.regression",
         "methods.feedforward_problem:FeedForwardProblem.curvatures",
     ),
-    "sensitivities of the layers": ("activations.sensitivity:layer_sensitivities",),
+    "sensitivities of the layers": ("activations.sensitivity:layer_curvatures",),
     "refinement": ("training.block_training:refine_block",),
     "files": (
         "runtime.offload:DiskList.__getitem__",

@@ -25,7 +25,7 @@ from measuring import MEASURED, markdown_table, read_figures, record, require_gp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.walk import walk
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
@@ -100,8 +100,8 @@ def block_seconds(
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     plan = uniform_plan(blocks_of(model), pattern)
-    metrics = output_sensitivities(model, batches) if method.needs_fisher else ()
-    visits = walk(model, batches, needs_dense_stream=method.needs_dense_stream, metrics=metrics)
+    fisher = output_fisher(model, batches) if method.needs_fisher else ()
+    visits = walk(model, batches, needs_dense_stream=method.needs_dense_stream, fisher=fisher)
     with torch.no_grad(), instrumented(phases.wrap, PHASES):
         block, inputs = next(visits)
         phases.restart()

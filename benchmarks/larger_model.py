@@ -62,7 +62,7 @@ from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadText, InvalidSetting, SparseLLMError, plural
 from sparsellm.methods.sparsellm import TrueSequential
 from sparsellm.models.contexts import compute_dtype_context
-from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_speedup
+from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_pass_speedup
 from sparsellm.pipeline.events import DIGESTING, LOADING, OPENING, READING_TEXTS
 from sparsellm.runtime.devices import empty_cache, is_out_of_memory
 from sparsellm.runtime.products import fast_linear_layers
@@ -268,7 +268,7 @@ def train(bench: Bench, family: str, tokenizer: PreTrainedTokenizerBase, ids: Te
         batch=size.batch,
         length=size.length,
         peak=size.peak,
-        bfloat16=on_gpu or bf16_speedup(bench.device) >= LEAST_GAIN,
+        bfloat16=on_gpu or bf16_pass_speedup(bench.device) >= LEAST_GAIN,
         repeats=REPEATS,
     )
     model = build_model(family, size).to(bench.device)

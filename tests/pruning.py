@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparsellm.activations import walk as activations_walk
-from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.models.blocks import Block
@@ -42,10 +42,10 @@ def prune_blocks(
     compute: torch.dtype | None = None,
     **settings: Any,
 ) -> Iterator[Step]:
-    """`sparsellm.pipeline.sequential.prune_blocks`, or `recover_blocks`, with the metrics that the method needs."""
+    """`sparsellm.pipeline.sequential.prune_blocks`, or `recover_blocks`, with the fisher that the method needs."""
     fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
     one = loaded(model, compute, **fields)
-    if method.needs_fisher and plan and "metrics" not in settings:
-        settings["metrics"] = output_sensitivities(one, batches)
+    if method.needs_fisher and plan and "fisher" not in settings:
+        settings["fisher"] = output_fisher(one, batches)
     change = recover_blocks if isinstance(method, BlockRecovery) else sequential.prune_blocks
     yield from change(one, batches, method, plan, **settings)  # type: ignore[operator]

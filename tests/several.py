@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedModel
 
 import sparsellm
-from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import LAYER_RESULT
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.block_recovery import BlockRecovery
-from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.recover import recover_blocks
+from sparsellm.pipeline.saving import Result
 from sparsellm.runtime import collectives, devices, process_group
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import Scales
@@ -88,8 +88,8 @@ def recovered(name: str, result: Result, whole: bool, lora: bool = False) -> Pre
     if not whole:
         layers = {block.name: block.layers for block in result.report.blocks}
         method = BlockRecovery(MaskedAdam(10, 1e-3), result.model.state_dict().__getitem__, layers)
-        metrics = output_sensitivities(dense, batches)
-        list(recover_blocks(LoadedModel.of(dense), batches, method, plan, metrics=metrics))
+        fisher = output_fisher(dense, batches)
+        list(recover_blocks(LoadedModel.of(dense), batches, method, plan, fisher=fisher))
         return dense
     more = generate_samples(dense, windows(16, 1), 8)
     # One by one, so that each product has the same shape in every process.

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from sparsellm.models.blocks import blocks_of as blocks_of
     from sparsellm.pipeline.compressed_export import export as export
     from sparsellm.pipeline.evaluate import evaluate as evaluate
-    from sparsellm.pipeline.export import Result as Result
     from sparsellm.pipeline.inspection import inspect as inspect
     from sparsellm.pipeline.interface import plan as plan
     from sparsellm.pipeline.interface import prune as prune
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from sparsellm.pipeline.recovery_recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.pipeline.report import Report as Report
     from sparsellm.pipeline.report import load_report as load_report
+    from sparsellm.pipeline.saving import Result as Result
     from sparsellm.pipeline.sequential import prune_blocks as prune_blocks
     from sparsellm.pipeline.tracking import Tracked as Tracked
     from sparsellm.pipeline.verification import verify as verify
@@ -91,7 +91,7 @@ _CONTENTS = {
     "Recipe": "pipeline.recipe",
     "RecoveryRecipe": "pipeline.recovery_recipe",
     "Report": "pipeline.report",
-    "Result": "pipeline.export",
+    "Result": "pipeline.saving",
     "SingularGram": "errors",
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from sparsellm.allocation.scores import round_to_total
+from sparsellm.allocation.rules import round_to_total
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.pipeline.plan import plan_from_file

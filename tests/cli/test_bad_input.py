@@ -394,7 +394,7 @@ def test_failure_while_writing_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr("sparsellm.pipeline.export.write_shard", full)
+    monkeypatch.setattr("sparsellm.pipeline.saving.write_shard", full)
     words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
     refused(command(*words), "disk is full", "3 blocks are finished and kept", "--resume")
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]

@@ -91,7 +91,7 @@ def test_what_the_dense_model_shows_is_found_once(
         monkeypatch.setattr(place, counted)
 
     for place in (
-        "pipeline.stages.iterate_output_sensitivities",
+        "pipeline.stages.iterate_output_fisher",
         "activations.fisher.run_backward",
         "pipeline.stages.generate_samples",
     ):
@@ -108,7 +108,7 @@ def test_what_the_dense_model_shows_is_found_once(
     )
     assert done.exit_code == 0, done.stderr
     assert calls == {
-        "iterate_output_sensitivities": 1,
+        "iterate_output_fisher": 1,
         "run_backward": 1,
         "generate_samples": 1,
         "measure_perplexity": 1 + 3,

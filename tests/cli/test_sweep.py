@@ -285,7 +285,7 @@ def test_what_the_dense_model_shows_is_found_once(
     small: Callable[..., Sweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
-    each, share = stages.iterate_output_sensitivities, cached_allocation.allocate
+    each, share = stages.iterate_output_fisher, cached_allocation.allocate
     measured = measuring.measure_perplexity
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,7 +295,7 @@ def test_what_the_dense_model_shows_is_found_once(
 
         return counted
 
-    monkeypatch.setattr(stages, "iterate_output_sensitivities", count("sensitivities", each))
+    monkeypatch.setattr(stages, "iterate_output_fisher", count("sensitivities", each))
     monkeypatch.setattr(cached_allocation, "allocate", count("shares", share))
     monkeypatch.setattr(measuring, "measure_perplexity", count("perplexities", measured))
     sweep = small(

@@ -348,16 +348,16 @@ def test_an_output_without_a_report(
 
 def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither zeros nor the dense model tell what a kept weight should be: it is held against the memory."""
-    from sparsellm.pipeline import export
+    from sparsellm.pipeline import saving
 
-    written = export._document
+    written = saving._document
 
     def damaging(work: Path, *more: Any) -> Any:
         report = written(work, *more)
         CHANGES["a doubled weight"](work)
         return report
 
-    monkeypatch.setattr(export, "_document", damaging)
+    monkeypatch.setattr(saving, "_document", damaging)
     result = sparsellm.prune(tiny["opt"], method="magnitude")
     with pytest.raises(VerificationFailed, match="weight has other values than in memory"):
         result.save_pretrained(tmp_path / "out")

@@ -316,7 +316,7 @@ def test_messages_agree(
     if stage == cause == "verification":
         monkeypatch.setattr("sparsellm.pipeline.verification.count_zeros", lambda _: -1)
     elif stage == "verification":
-        monkeypatch.setattr("sparsellm.pipeline.export.check_written", fail)
+        monkeypatch.setattr("sparsellm.pipeline.saving.check_written", fail)
     else:
         ends(kept, error)
     ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsellm.activations.fisher import FisherFactors
-from sparsellm.allocation import scores as allocation
-from sparsellm.allocation import scores as balance
-from sparsellm.allocation.scores import CAUTION, allocate, owl
+from sparsellm.allocation import rules as allocation
+from sparsellm.allocation import rules as balance
+from sparsellm.allocation.rules import CAUTION, allocate, owl
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import blocks_of
@@ -157,7 +157,7 @@ def test_one_pass_of_the_dense_model_serves_every_sparsity(
     factors: dict[str, FisherFactors] = {}
     assert allocate(rule, model, batches(), plans[0], cache=journal, factors=factors) == expected[0]
     with monkeypatch.context() as without_passes:
-        for place in ("sparsellm.allocation.scores.walk", "sparsellm.activations.fisher.run_backward"):
+        for place in ("sparsellm.allocation.rules.walk", "sparsellm.activations.fisher.run_backward"):
             without_passes.delattr(place)
         resumed = Journal.resume(tmp_path, {})
         assert allocate(rule, model, batches(), plans[1], cache=resumed, factors=factors) == expected[1]

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.activations.sensitivity import output_sensitivities
-from sparsellm.allocation.scores import fisher
+from sparsellm.activations.sensitivity import output_fisher
+from sparsellm.allocation.rules import fisher
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.comparison import StoredTensors, compare
 from sparsellm.checkpoints.loading import open_checkpoint
@@ -128,8 +128,8 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     batches = list(windows().split(2))
     assert streamed_perplexity(offloaded, windows()).value == perplexity(whole, windows()).value
     pairs = zip(
-        output_sensitivities(whole, batches),
-        output_sensitivities(offloaded, batches),
+        output_fisher(whole, batches),
+        output_fisher(offloaded, batches),
         strict=True,
     )
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -16,7 +16,7 @@ import sparsellm
 from sparsellm import prune
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
-from sparsellm.pipeline import conversion, export, packing
+from sparsellm.pipeline import conversion, packing, saving
 from sparsellm.pipeline import prune as pruning
 from tests.pairwise import pairwise
 
@@ -78,7 +78,7 @@ def test_a_model_changed_during_a_run(
     change: str, when: str, offload: bool, dense: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the pruning and the writing, the reading back, or the end: one message, and nothing is left."""
-    before(export, when, lambda: CHANGES[change](dense), monkeypatch)
+    before(saving, when, lambda: CHANGES[change](dense), monkeypatch)
     ran = command("prune", dense, tmp_path / "out", "--method", "magnitude", *(("--offload",) if offload else ()))
     name = {"weights": "model.safetensors", "weights cut off": "model.safetensors", "config": "config.json"}
     refused(ran, f"was changed during the run: {name.get(change, 'notes.txt')} is no longer the file that was opened")
@@ -106,7 +106,7 @@ def test_what_does_not_matter(dense: Path, tmp_path: Path, command: Command, mon
         for name in ("README.md", "optimizer.pt", ".gitattributes"):
             (dense / name).write_text("another")
 
-    before(export, "write_checkpoint", change, monkeypatch)
+    before(saving, "write_checkpoint", change, monkeypatch)
     ran = command("prune", dense, tmp_path / "out", "--method", "magnitude")
     assert ran.exit_code == 0, ran.stderr
 
@@ -116,7 +116,7 @@ def test_either_model_of_a_recovery(
     changed: str, dense: Path, text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prune(dense, "magnitude", "50%").save_pretrained(tmp_path / "pruned")
-    before(export, "write_checkpoint", lambda: rewrite(tmp_path / changed / "model.safetensors"), monkeypatch)
+    before(saving, "write_checkpoint", lambda: rewrite(tmp_path / changed / "model.safetensors"), monkeypatch)
     words = ("--against", dense, "--calibration", text_file, "--steps", 2, "--sequence-length", 16)
     refused(command("recover", tmp_path / "pruned", tmp_path / "out", *words), f"{changed} was changed during the run")
     assert not (tmp_path / "out").exists()

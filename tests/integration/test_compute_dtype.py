@@ -15,7 +15,7 @@ from torch import Tensor
 import sparsellm
 from sparsellm.activations import backward
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
-from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import walk
 from sparsellm.evaluation.perplexity import streamed_perplexity
@@ -23,7 +23,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import compute_dtype, planning, startup
 from sparsellm.pipeline.block_recovery import read_recovery
-from sparsellm.pipeline.compute_dtype import bf16_speedup, choose_products
+from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
 from sparsellm.pipeline.costs import work
 from sparsellm.pipeline.events import PRUNING, RECOVERING, TRAINING
 from sparsellm.pipeline.journal import Journal
@@ -51,7 +51,7 @@ def loaded(family: str, products: torch.dtype | None) -> LoadedModel:
 @pytest.fixture
 def speedup(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets what the measurement gives."""
-    return lambda value: monkeypatch.setattr(compute_dtype, "bf16_speedup", lambda device: value)
+    return lambda value: monkeypatch.setattr(compute_dtype, "bf16_pass_speedup", lambda device: value)
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def test_cached_outputs_have_the_same_bits(family: str) -> None:
 def test_sensitivities_are_those_of_float32_up_to_rounding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same labels, gradients differ by a few roundings. Labels are drawn, so rounding may change some."""
     monkeypatch.setattr(backward, "sample_labels", lambda shares, generator: torch.arange(len(shares)) % shares.shape[1])
-    half, full = (output_sensitivities(loaded(family, products), batches()) for products in (HALF, None))
+    half, full = (output_fisher(loaded(family, products), batches()) for products in (HALF, None))
     for one, two in zip(half, full, strict=True):
         assert one.dtype is FULL
         assert 0 < float((one - two).norm() / two.norm()) < 0.05
@@ -178,7 +178,7 @@ def test_plans_count_the_gain_of_a_training(
 ) -> None:
     """Only products of the gradient steps are faster by it: with a rate for products alone, that stage's time is divided."""
     out = sparsellm.prune(tiny["opt"], "magnitude", "50%").save_pretrained(tmp_path / "pruned")
-    monkeypatch.setattr(planning, "bf16_speedup", lambda device: 4.0)
+    monkeypatch.setattr(planning, "bf16_pass_speedup", lambda device: 4.0)
     monkeypatch.setattr(planning, "rates", lambda device: work(1e9, factors=1e30, spectra=1e30, passes=1e30))
     given: dict[str, Any] = {"pruned": str(out), "model": str(tiny["opt"]), "calibration": str(text_file), "scope": scope}
     given |= {"samples": 8, "sequence_length": 32, "steps": 4}
@@ -202,7 +202,7 @@ def test_float32_is_that_of_the_solver_too(asked: str, rounds: bool) -> None:
 
 def test_magnitude_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without passes has no products to choose."""
-    monkeypatch.setattr(compute_dtype, "bf16_speedup", None)
+    monkeypatch.setattr(compute_dtype, "bf16_pass_speedup", None)
     recipe, source = Recipe(model="m", method="magnitude"), SimpleNamespace(dtype=lambda _: HALF)
     ready = SimpleNamespace(source=source, device=CPU, recipe=recipe, stage=PRUNING)
     assert choose_products(cast(Prepared, ready)) is None
@@ -294,6 +294,6 @@ def test_speedup_is_that_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2.0
 
     monkeypatch.setattr(compute_dtype, "speedup", speedup)
-    assert bf16_speedup(CPU) == 2
+    assert bf16_pass_speedup(CPU) == 2
     assert asked == [None]
     assert seen == [FULL, HALF]

@@ -137,12 +137,12 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
         return x @ weight.T
 
     monkeypatch.setattr(linear, "dense_matmul", dense_matmul)
-    monkeypatch.setattr(linear, "most_dense_tokens", lambda: 4)
+    monkeypatch.setattr(linear, "is_faster_dense", lambda tokens: tokens == 4)
     monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
     model = AutoModelForCausalLM.from_pretrained(tiny["opt"], dtype=torch.bfloat16).eval()
     copied, layers = with_own_kernel(model), sum(isinstance(module, nn.Linear) for module in model.modules())
     assert copied is not None
-    for tokens in (4, 5, linear.DENSE_TOKENS[0] + 1):
+    for tokens in (1, 4, 5, linear.DENSE_TOKENS[-1] + 1):
         calls.clear()
         with torch.no_grad():
             logits = copied(torch.arange(tokens)[None]).logits

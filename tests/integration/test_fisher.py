@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from sparsellm.activations import fisher
 from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.fisher import weight_costs
-from sparsellm.allocation import scores as allocation
-from sparsellm.allocation.scores import smallest_sums
+from sparsellm.allocation import rules as allocation
+from sparsellm.allocation.rules import smallest_sums
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pipeline.plan import uniform_plan

@@ -317,7 +317,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
             return count(block(inputs.pruned[-1], inputs.calls(block)[-1]) - targets[-1]) / power
 
     before, start = missed(), copy.deepcopy(block.module.state_dict())
-    found = refine_block(block, inputs, keep, names=parameters, metric=metric if weighed else None, adam=MaskedAdam(40, 3e-3))
+    found = refine_block(block, inputs, keep, names=parameters, fisher=metric if weighed else None, adam=MaskedAdam(40, 3e-3))
     assert found.before == pytest.approx(before, rel=1e-4)
     assert found.after == pytest.approx(missed(), rel=1e-4)
     assert found.after < 0.95 * found.before
@@ -325,7 +325,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
         assert torch.equal(tensor, start[name]) == (name not in parameters), name
     assert all(bool((block.layer(name).weight[~keep[name]] == 0).all()) for name in names)
     with pytest.raises(TypeError, match="needs_dense_stream=True"):
-        refine_block(block, Activations(list(inputs.pruned), []), keep, names=parameters, metric=None, adam=MaskedAdam(1, 1e-3))
+        refine_block(block, Activations(list(inputs.pruned), []), keep, names=parameters, fisher=None, adam=MaskedAdam(1, 1e-3))
 
 
 @pytest.mark.parametrize(("samples", "step"), [(64, 8), (50, 6), (7, 1)])

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from typer.testing import Result
 
 from sparsellm import prune, recover, verify
-from sparsellm.allocation.scores import allocate
+from sparsellm.allocation.rules import allocate
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.methods import BlockMethod, BlockResult

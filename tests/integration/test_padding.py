@@ -24,7 +24,7 @@ from transformers import (
 import sparsellm
 from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.fisher import weight_costs
-from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.activations.sensitivity import layer_curvatures, output_fisher
 from sparsellm.activations.walk import walk
 from sparsellm.methods.feedforward_problem import HELD
 from sparsellm.methods.layerwise import LayerWise, collect_statistics
@@ -206,7 +206,7 @@ def test_sensitivities_are_means_over_the_tokens(family: str) -> None:
         gradients = torch.autograd.grad(cross_entropy(logits, labels, reduction="sum"), states)
         for total, gradient in zip(wanted, gradients, strict=True):
             total.add_((gradient[0].T @ gradient[0]).double() / sum(LENGTHS))
-    for got, expected in zip(output_sensitivities(model, batches()), wanted, strict=True):
+    for got, expected in zip(output_fisher(model, batches()), wanted, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-6 + 1e-4 * float(expected.abs().max()))
 
 
@@ -242,8 +242,8 @@ def test_the_limit_of_tokens_counts_those_of_short_rows(monkeypatch: pytest.Monk
         _, inputs = next(steps := walk(model, batches()))
         block, counted = blocks_of(model)[0], []
         monkeypatch.setattr(Gram, "mean_over", lambda self, tokens: counted.append(tokens) or self.matrix)  # noqa: B023
-        layer_sensitivities(
-            block, inputs.pruned, inputs.calls(block), ["mlp.down_proj"], metric=metric, offsets=inputs.offsets, window=12
+        layer_curvatures(
+            block, inputs.pruned, inputs.calls(block), ["mlp.down_proj"], fisher=metric, offsets=inputs.offsets, window=12
         )
         steps.close()
         used.append(counted[0])
@@ -305,7 +305,7 @@ def test_errors_of_a_block_weigh_tokens_alike() -> None:
     energy = sum(float(target.double().square().sum()) for target in targets) / sum(LENGTHS)
     keep = {name: block.layer(name).weight != 0 for name in names}
     parameters = [name for name, _ in block.module.named_parameters()]
-    result = refine_block(block, inputs, keep, names=parameters, metric=None, adam=MaskedAdam(1, 1e-5))
+    result = refine_block(block, inputs, keep, names=parameters, fisher=None, adam=MaskedAdam(1, 1e-5))
     steps.close()
     held = errors[
         -2:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
@@ -87,7 +87,7 @@ def test_sensitivities_go_ahead_and_back(tmp_path: Path, readers: list[tuple[str
     for ahead in (False, True):
         readers.clear()
         model, weights = open_checkpoint(str(folder)).stream(prefetch=ahead)
-        found.append(output_sensitivities(loaded(model, weights=weights), list(windows().split(2))))
+        found.append(output_fisher(loaded(model, weights=weights), list(windows().split(2))))
         early = {name.split(".layers.")[1][0] for name, thread in readers if thread == THREAD}
         assert early == ({"1", "2"} if ahead else set())
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -99,7 +99,7 @@ def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Pa
 
 def test_shards_index_and_chat_template(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model in memory is written in shards with an index, with its tokenizer and chat template; all verified."""
-    monkeypatch.setattr("sparsellm.pipeline.export.SHARD_SIZE", "20KB")
+    monkeypatch.setattr("sparsellm.pipeline.saving.SHARD_SIZE", "20KB")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny["llama"]), AutoTokenizer.from_pretrained(tiny["llama"])
     tokenizer.chat_template = "{{ messages }}"
     out = sparsellm.prune(model, "magnitude", "3:4", tokenizer=tokenizer).save_pretrained(tmp_path / "out")

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from sparsellm.activations import sensitivity
 from sparsellm.activations.backward import sample_labels
-from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.activations.sensitivity import layer_curvatures, output_fisher
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.blocks import Block, blocks_of
@@ -71,7 +71,7 @@ def sampled(family: str) -> list[Tensor]:
     """F by the source, from two sequences seen 1,200 times each."""
     with pytest.MonkeyPatch.context() as patch:
         limit_tokens(patch, 14_400)
-        return output_sensitivities(tiny(family), list(windows(2).repeat(1200, 1).split(240)))
+        return output_fisher(tiny(family), list(windows(2).repeat(1200, 1).split(240)))
 
 
 def exact_fisher(family: str) -> list[Tensor]:
@@ -146,9 +146,9 @@ def test_the_model_is_as_before(family: str, training: bool) -> None:
     asked = [parameter.requires_grad for parameter in model.parameters()]
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
-        one = output_sensitivities(model, batches)
+        one = output_fisher(model, batches)
     with pytest.raises(UnsupportedModel, match="IndexError"):
-        output_sensitivities(model, [torch.full((1, 4), VOCABULARY)])
+        output_fisher(model, [torch.full((1, 4), VOCABULARY)])
     assert [parameter.requires_grad for parameter in model.parameters()] == asked
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -158,15 +158,15 @@ def test_the_model_is_as_before(family: str, training: bool) -> None:
         assert not module._forward_pre_hooks
         assert module.training == training
     for tolerance, other in ((0.0, [windows(4)]), (1e-4, [windows(4)[:3], windows(4)[3:]])):  # another model; other batches
-        for a, b in zip(one, output_sensitivities(tiny(family), other), strict=True):
+        for a, b in zip(one, output_fisher(tiny(family), other), strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(a.diagonal().mean()))
 
 
 def test_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit no more windows are looked at; the sums are divided by what was."""
-    some = output_sensitivities(tiny("opt"), [windows(4)[:2]])
+    some = output_fisher(tiny("opt"), [windows(4)[:2]])
     limit_tokens(monkeypatch, 2 * LENGTH - 1)
-    limited = output_sensitivities(tiny("opt"), [windows(4)[:3], windows(4)[3:]])
+    limited = output_fisher(tiny("opt"), [windows(4)[:3], windows(4)[3:]])
     for a, b in zip(limited, some, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     one, all_ = (arrived("opt", 0, *windows(4)[:end].split(2)) for end in (2, 4))
@@ -191,15 +191,15 @@ def test_batches_make_no_difference(family: str, monkeypatch: pytest.MonkeyPatch
         batches = windows(8).split(size)
         block, inputs = arrived(family, 0, *batches, dtype=torch.float64)
         by_layer = of_layers(inputs, block, list(block.layers), metric())
-        found.append([*output_sensitivities(tiny(family).double(), batches), *by_layer.values()])
+        found.append([*output_fisher(tiny(family).double(), batches), *by_layer.values()])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
 
 def test_batches_of_different_lengths() -> None:
     """Sequences of any lengths count by their tokens: a shorter one after another adds its own share to its sum."""
-    first = output_sensitivities(tiny("opt"), [windows(2)[:1]])
-    both = output_sensitivities(tiny("opt"), [windows(2)[:1], windows(2)[1:, :4]])
+    first = output_fisher(tiny("opt"), [windows(2)[:1]])
+    both = output_fisher(tiny("opt"), [windows(2)[:1], windows(2)[1:, :4]])
     for one, other in zip(first, both, strict=True):
         added = ((LENGTH + 4) * other - LENGTH * one).double()
         assert float(added.trace()) > 0
@@ -212,8 +212,8 @@ def test_computed_in_another_dtype(family: str) -> None:
     """A bf16 model computed in float32 gives the float32 model's F, and stays bf16."""
     model = tiny(family).to(torch.bfloat16)
     other = copy.deepcopy(model).float()
-    got = output_sensitivities(loaded(model, torch.float32), [windows(3)])
-    wanted = output_sensitivities(other, [windows(3)])
+    got = output_fisher(loaded(model, torch.float32), [windows(3)])
+    wanted = output_fisher(other, [windows(3)])
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
@@ -264,7 +264,7 @@ def of_layers(inputs: Activations, block: Block, names: list[str], weighs: Tenso
     assert inputs.dense_block is not None
     calls = inputs.calls(block)
     offsets, window = inputs.offsets, inputs.window
-    return layer_sensitivities(inputs.dense_block, inputs.dense, calls, names, metric=weighs, offsets=offsets, window=window)
+    return layer_curvatures(inputs.dense_block, inputs.dense, calls, names, fisher=weighs, offsets=offsets, window=window)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
@@ -31,7 +31,7 @@ def test_the_dense_stream_is_the_dense_models_own(family: str) -> None:
     model = tiny(family)
     wanted = signals(tiny(family))
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
-    for block, inputs in walk(model, batches(), needs_dense_stream=True, metrics=output_sensitivities(model, batches())):
+    for block, inputs in walk(model, batches(), needs_dense_stream=True, fisher=output_fisher(model, batches())):
         assert inputs.dense is not None
         entered = torch.cat([hidden.flatten(0, -2) for hidden in inputs.dense])
         assert torch.equal(entered.double(), wanted[block.name][0])
@@ -92,11 +92,11 @@ def test_parts_that_cannot_be_coupled(family: str, choice: dict[str, Any], coupl
 def test_blocks_behind_the_last_are_not_visited() -> None:
     """Where only the first block is planned, nothing runs through the second, which would raise."""
     model = tiny("llama")
-    metrics = output_sensitivities(model, batches())
+    fisher = output_fisher(model, batches())
     with torch.no_grad():
         blocks_of(model)[1].layer("mlp.down_proj").weight.fill_(float("inf"))
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
-    steps = list(prune_blocks(model, batches(), SparseLLM(SparseGPT()), plan, metrics=metrics))
+    steps = list(prune_blocks(model, batches(), SparseLLM(SparseGPT()), plan, fisher=fisher))
     assert [step.index for step in steps if isinstance(step, BlockResult)] == [0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.methods import EpochResult, LayerResult, block_solver
 from sparsellm.methods.block_solver import BlockSolver
 from sparsellm.methods.feedforward_problem import FeedForwardProblem, PartWeights
@@ -39,7 +39,7 @@ def test_the_loop_only_goes_down(family: str, singly: bool) -> None:
     """
     model, steps = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=2), singly)
     dense, pruned, blocks = signals(tiny(family)), signals(model), blocks_of(tiny(family))
-    metrics = output_sensitivities(tiny(family), batches())
+    metrics = output_fisher(tiny(family), batches())
     for block in blocks:
         kinds = [[epoch for epoch in epochs_of(steps, block.index) if epoch.step == kind] for kind in KINDS]
         assert [epoch for some in kinds for epoch in some] == epochs_of(steps, block.index)

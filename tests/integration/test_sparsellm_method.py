@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from sparsellm.activations.output_cache import BlockDataflow, trace_dataflow
-from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.activations.sensitivity import layer_curvatures, output_fisher
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.methods import EpochResult, LayerResult, targets
 from sparsellm.methods.sparsellm import SparseLLM
@@ -181,9 +181,9 @@ def test_what_each_layer_reads_and_should_write(family: str, choice: dict[str, A
 def test_what_travels_on_is_what_will_be_stored(family: str, method: SparseLLM) -> None:
     """A bf16 model stays bf16, and later blocks see bit for bit what its bf16 weights, biases and norms let through."""
     model, seen = tiny(family, torch.bfloat16), []
-    metrics = output_sensitivities(loaded(model, torch.float32), batches())
+    metrics = output_fisher(loaded(model, torch.float32), batches())
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
-    for block, inputs in walk(model, batches(), compute=torch.float32, needs_dense_stream=True, metrics=metrics):
+    for block, inputs in walk(model, batches(), compute=torch.float32, needs_dense_stream=True, fisher=metrics):
         seen.append(list(inputs.pruned))
         list(method.prune(block, inputs, plan))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -218,18 +218,18 @@ def test_curvatures(family: str) -> None:
     method = SparseLLM(Recorder(), gauss_newton_steps=0)
     pruned = signals(prune(family, method)[0])
     teacher = tiny(family)
-    metrics = output_sensitivities(loaded(teacher, torch.float32), batches())
+    metrics = output_fisher(loaded(teacher, torch.float32), batches())
     assert isinstance(method.solver, Recorder)
     problems = iter(method.solver.seen)
     for block, inputs in walk(teacher, batches()):
         part, metric = block.architecture.feed_forward, metrics[block.index]
         assert part is not None
-        exact = layer_sensitivities(
+        exact = layer_curvatures(
             block,
             inputs.pruned,
             inputs.calls(block),
             list(block.layers),
-            metric=metric,
+            fisher=metric,
             offsets=inputs.offsets,
         )
         x = pruned[block.full_name(part.in_proj[0])][0].float()

@@ -32,7 +32,7 @@ OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "metadata", "dige
 OF_FILES |= {"input_ids", "attention_mask", "quantization_config"}
 """Entries of JSON files and of batches. Keys of YAML files, some of which are called like settings, end with a colon."""
 
-OF_FUNCTIONS = {"device_map", "family", "metrics", "report_to", "windows"}
+OF_FUNCTIONS = {"device_map", "family", "fisher", "report_to", "windows"}
 OF_FUNCTIONS |= {"adapter_names", "cpu_ram_efficient_loading", "fsdp", "init_lora_weights", "modules_to_save", "target_modules"}
 OF_FUNCTIONS |= {"mask", "out", "row_starts", "state_dict"}
 """Arguments of single functions that the command line does not have, or has under another name."""

@@ -42,7 +42,7 @@ def sampled_tokens(width: int) -> int:
     return max(SENSITIVITY_TOKENS, TOKENS_PER_WIDTH * width)
 
 
-def output_sensitivities(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]) -> list[Tensor]:
+def output_fisher(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]) -> list[Tensor]:
     """Compute F for the output of each block.
 
     Takes two forward passes and one backward pass, and memory for the inputs of all blocks (which may be kept in
@@ -55,14 +55,12 @@ def output_sensitivities(model: PreTrainedModel | LoadedModel, batches: Sequence
     Returns:
         One (model, model) float32 matrix per block.
     """
-    return [fisher for _, fisher in iterate_output_sensitivities(model, batches)][::-1]
+    return [fisher for _, fisher in iterate_output_fisher(model, batches)][::-1]
 
 
 @torch.no_grad()
-def iterate_output_sensitivities(
-    model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield each block's index and its F as in `output_sensitivities`, one at a time from the last block to the first."""
+def iterate_output_fisher(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each block's index and its F as in `output_fisher`, one at a time from the last block to the first."""
     loaded = LoadedModel.of(model)
     batches = first_windows(batches, sampled_tokens(loaded.model.config.get_text_config().hidden_size))
     tokens = sum(batch.numel() for batch in batches)
@@ -92,13 +90,13 @@ def _second_moment(gradients: TensorList) -> Tensor:
     return total
 
 
-def layer_sensitivities(
+def layer_curvatures(
     block: Block,
     hidden: Iterable[Tensor],
     calls: Iterable[Call],
     names: Sequence[str],
     *,
-    metric: Tensor,
+    fisher: Tensor,
     offsets: Iterable[tuple[int, int]],
     window: int | None = None,
 ) -> dict[str, Tensor]:
@@ -109,7 +107,7 @@ def layer_sensitivities(
     Args:
         hidden: The block's input in the dense model, (batch, seq, model) for each batch.
         calls: The block's call on each batch.
-        metric: F of the block's output, (model, model).
+        fisher: F of the block's output, (model, model).
         offsets: For each batch, the index of its first sample among all samples, and of its first token among all tokens.
         window: Tokens summed at a time, so that the sums do not depend on the batch size; None sums a whole batch.
 
@@ -118,11 +116,11 @@ def layer_sensitivities(
     """
     if not names:
         return {}
-    eigenvalues, vectors = eigh(metric)
+    eigenvalues, vectors = eigh(fisher)
     root = matmul(vectors * eigenvalues.clamp(min=0).sqrt(), vectors.T)  # symmetric, so the signs of eigenvectors do not matter
-    generator = torch.Generator(device=metric.device)
-    sums = {name: Gram(block.layer(name).out_features, metric.device, window) for name in names}
-    tokens, limit = 0, sampled_tokens(len(metric))
+    generator = torch.Generator(device=fisher.device)
+    sums = {name: Gram(block.layer(name).out_features, fisher.device, window) for name in names}
+    tokens, limit = 0, sampled_tokens(len(fisher))
     hooks = gradient_hooks(block, {name: gram.update for name, gram in sums.items()})
     with require_grad_only(block.module), hooks, torch.enable_grad():
         for batch, call, (first_sample, first_token) in zip(hidden, calls, offsets, strict=True):
@@ -130,14 +128,14 @@ def layer_sensitivities(
                 break
             leaf = batch.detach().clone().requires_grad_(True)
             output = block(leaf, call)
-            noise = torch.zeros(output.shape, device=metric.device)
+            noise = torch.zeros(output.shape, device=fisher.device)
             for number, errors in enumerate(noise):  # a seed per sample: independent of the batch size
                 if first_token + number * len(errors) < limit:
                     generator.manual_seed(block.index * MANY + first_sample + number)
-                    errors.copy_(matmul(torch.randn(errors.shape, generator=generator, device=metric.device), root))
+                    errors.copy_(matmul(torch.randn(errors.shape, generator=generator, device=fisher.device), root))
                     tokens += len(errors)
             torch.autograd.grad(output, leaf, noise.to(output.dtype))
-    count = collectives.all_reduce_count(tokens, metric.device)
+    count = collectives.all_reduce_count(tokens, fisher.device)
     for gram in sums.values():
         gram.reduce()
     # Samples without errors have zero gradients and are not in the count.

@@ -43,7 +43,7 @@ class Activations:
         pruned: The pruned stream.
         dense: The dense stream, or None.
         dense_block: The dense copy of the current block, until the dense stream has passed through it.
-        metrics: For each block, F of its output (`output_sensitivities`), if a method needs it.
+        fisher: For each block, F of its output (`output_fisher`), if a method needs it.
         window: Tokens of the longest sample.
     """
 
@@ -59,7 +59,7 @@ class Activations:
         self.pruned = Stream(pruned, calls)
         self.dense = None if dense is None else Stream(dense, calls)
         self.dense_block: Block | None = None
-        self.metrics: Sequence[Tensor] = []
+        self.fisher: Sequence[Tensor] = []
         self.storage = storage or OffloadManager()
         self.shapes, self.window = shapes, max((length for _, length in shapes), default=None)
         self._calls, self._is_final = calls, False
@@ -142,7 +142,7 @@ class Activations:
 
     def output_fisher(self, block: Block) -> Tensor | None:
         """Return F of the block's output, (model, model); see `sparsellm.activations.sensitivity`. None for the head."""
-        return None if block.is_head else self.metrics[block.index].to(block.device)  # what a journal keeps is on the CPU
+        return None if block.is_head else self.fisher[block.index].to(block.device)  # what a journal keeps is on the CPU
 
     def dense_pair(self) -> tuple[Stream, Block]:
         """Return the dense stream and the dense copy of the current block.
@@ -259,7 +259,7 @@ def walk(
     stop: int | None = None,
     layers: Collection[str] = (),
     needs_dense_stream: bool = False,
-    metrics: Sequence[Tensor] = (),
+    fisher: Sequence[Tensor] = (),
 ) -> Generator[tuple[Block, Activations], None, None]:
     """Yield each block with the activations that enter it, and advance the activations when the caller continues.
 
@@ -271,7 +271,7 @@ def walk(
         stop: Index of the first block not to visit; None visits all.
         layers: Full names of layers, such as a plan; the output head is visited after the blocks if it is among them.
         needs_dense_stream: Whether to carry the dense stream too, through a copy of each block.
-        metrics: F of each block's output from `output_sensitivities`, for methods that need it.
+        fisher: F of each block's output from `output_fisher`, for methods that need it.
 
     Raises:
         InvalidSetting: There are fewer batches than processes.
@@ -286,7 +286,7 @@ def walk(
     size = stream_bytes(loaded, batches)
     with eval_mode(loaded.model), loaded.storage.new_lists(1 + needs_dense_stream, size) as streams:
         activations = Activations.from_model(loaded, blocks, batches, streams)
-        activations.metrics = metrics
+        activations.fisher = fisher
         with closing(activations):
             for block, next_block in zip(visited, [*visited[1:], None], strict=True):
                 if block.is_head:

@@ -234,7 +234,7 @@ def demo(
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.pipeline.display import Display, with_standard_error
         from sparsellm.pipeline.events import combine_observers
-        from sparsellm.pipeline.export import check_output
+        from sparsellm.pipeline.saving import check_output
         from sparsellm.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
 
         if output is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -60,14 +61,14 @@ def _examine() -> dict[str, Any]:
 
     from sparsellm.formats import kernels, memory_reads
     from sparsellm.models.sparse_matmul import max_density
-    from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_speedup
+    from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_pass_speedup
     from sparsellm.pipeline.machine_cache import use_cache
     from sparsellm.pipeline.recipe_fields import METHODS
-    from sparsellm.runtime import alternatives, devices
-    from sparsellm.runtime.products import bf16_matmul_speedup, onednn_speedup, uses_onednn
+    from sparsellm.runtime import autotuning, devices
+    from sparsellm.runtime.products import bf16_solver_speedup, onednn_speedup, uses_onednn
 
     use_cache()
-    speedup = bf16_speedup(torch.device("cpu"))
+    speedup = bf16_pass_speedup(torch.device("cpu"))
     memory = psutil.virtual_memory()
     accelerator = devices.accelerator()
     count = 0 if accelerator is None else torch.accelerator.device_count()
@@ -84,16 +85,16 @@ def _examine() -> dict[str, Any]:
         "bfloat16": {"speedup": speedup, "used": speedup >= LEAST_GAIN},
         "float32": {"onednn_speedup": onednn_speedup(), "onednn_used": uses_onednn()},
         "solvers": {
-            "bfloat16_speedup": bf16_matmul_speedup(),
+            "bfloat16_speedup": bf16_solver_speedup(),
             "bfloat16_used": devices.multiplies_bfloat16(torch.device("cpu")),
         },
         "skipped_zeros": {"max_density": max_density()},
         "packed": {
-            "tokens": kernels.most_tokens(torch.bfloat16),
-            "dense_tokens": kernels.most_dense_tokens(),
+            "tokens": [count for count in kernels.PACKED_TOKENS if kernels.is_faster(count, torch.bfloat16)],
+            "dense_tokens": [count for count in kernels.DENSE_TOKENS if kernels.is_faster_dense(count)],
             "least_for_threads": kernels.least_for_threads(),
         },
-        "unsteady": alternatives.unsteady(),
+        "unsteady": autotuning.unsteady(),
         "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
         "accelerators": [
             {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
@@ -148,11 +149,15 @@ def _choices(found: dict[str, Any]) -> list[list[str]]:
         ["bfloat16, solvers", _chosen(solvers["bfloat16_speedup"], "float32", used=solvers["bfloat16_used"])],
         ["float32, oneDNN", _chosen(full["onednn_speedup"], "torch's own", used=full["onednn_used"])],
         ["zeros in products", f"skipped from {100 * (1 - density):.0f} % zeros on" if density else "not skipped"],
-        *([["packed weights", f"multiplied by kernels up to {packed['tokens']} tokens, decoded for more"]] if kernels else []),
-        *([["dense heads", f"multiplied by kernels up to {packed['dense_tokens']} tokens"]] if kernels else []),
+        *([["packed weights", f"multiplied by kernels for {_counted(packed['tokens'])}, else decoded"]] if kernels else []),
+        *([["dense heads", f"multiplied by kernels for {_counted(packed['dense_tokens'])}"]] if kernels else []),
         *([["threads of kernels", all_threads]] if kernels and found["threads"] > 1 else []),
         *(["not kept", f"{name}: measured under load"] for name in found["unsteady"]),
     ]
+
+
+def _counted(counts: Sequence[int]) -> str:
+    return f"{', '.join(map(str, counts)) or 'no'} tokens"
 
 
 def _chosen(speedup: float, of: str, *, used: bool) -> str:

@@ -14,15 +14,14 @@ from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_kernels, warn_missing
 from sparsellm.formats.parts import DTYPES
 from sparsellm.formats.running_form import check_layout, check_tensor, is_aligned
-from sparsellm.runtime.alternatives import Computation, speedup
+from sparsellm.runtime.autotuning import Computation, speedup
 from sparsellm.solvers.integers import IntegerFormat
 
 MAX_TOKENS = 16
 """Tokens up to which the kernels may multiply. From there on, torch's product with decoded rows takes less time."""
 
-PACKED_TOKENS, DENSE_TOKENS = (MAX_TOKENS, 8, 4, 1), (8, 4, 1)
-"""Numbers of tokens with which the kernels are compared with torch's products, from the largest on. They read a matrix once
-for 8 tokens at most."""
+PACKED_TOKENS, DENSE_TOKENS = (1, 4, 8, MAX_TOKENS), (1, 4, 8)
+"""Numbers of tokens with which the kernels are compared with torch's products. They read a matrix once for 8 tokens at most."""
 
 MEASURED, SMALL = (1024, 2048), (512, 512)
 """Rows and columns of the matrix that is measured for this, and of the one that one thread multiplies, or all."""
@@ -134,7 +133,7 @@ def multiply(
     library = fastest_kernels()
     can = 0 < tokens <= MAX_TOKENS and x.is_cpu
     # Integers stay with the kernel: the other way rounds their products with the scales.
-    if library is None or not can or (scales is None and tokens > most_tokens(values.dtype)):
+    if library is None or not can or (scales is None and not is_faster(tokens, values.dtype)):
         return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
     parts = _addresses((mask, values, row_starts), scales, group_size)
     return _call(library, x, parts, shape=(rows, columns), threads=threads_for(rows * columns), bias=bias)
@@ -143,7 +142,7 @@ def multiply(
 def fastest_kernels() -> Library | None:
     """Return the kernels with the instruction set that multiplies fastest; None if they are not compiled.
 
-    Measured once, as `sparsellm.runtime.alternatives` does, where a processor has several sets besides the portable code.
+    Measured once, as `sparsellm.runtime.autotuning` does, where a processor has several sets besides the portable code.
     """
     library = load_kernels()
     if library is not None and not library.is_chosen:
@@ -197,12 +196,13 @@ def _fastest_set(library: Library) -> str:
     return best
 
 
-def most_tokens(dtype: torch.dtype) -> int:
-    """Return up to how many tokens the kernels multiply by packed values that are no integers; with more, rows are decoded.
+def is_faster(tokens: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply so many tokens by packed values that are no integers faster than torch decoded rows.
 
-    Measured once, as `sparsellm.runtime.alternatives` does.
+    Measured once for each of `PACKED_TOKENS`, as `sparsellm.runtime.autotuning` does.
 
     Args:
+        tokens: Number of tokens, of which the next larger one of `PACKED_TOKENS` is measured.
         dtype: Dtype of the packed values and of the tokens.
     """
 
@@ -211,13 +211,14 @@ def most_tokens(dtype: torch.dtype) -> int:
         by_torch, by_kernel = partial(_multiply_tiles, x, weight, None), partial(_call_packed, library, x, weight)
         return by_torch, partial(by_kernel, torch.get_num_threads())
 
-    return _most("packed products", PACKED_TOKENS, dtype, make)
+    return _is_faster("packed products", tokens, make, counts=PACKED_TOKENS, dtype=dtype)
 
 
-def most_dense_tokens() -> int:
-    """Return up to how many bfloat16 tokens `dense_matmul` multiplies faster than torch.
+def is_faster_dense(tokens: int) -> bool:
+    """Whether `dense_matmul` multiplies so many bfloat16 tokens faster than torch.
 
-    Measured once, as `sparsellm.runtime.alternatives` does.
+    Measured once for each of `DENSE_TOKENS`, as `sparsellm.runtime.autotuning` does. torch has an algorithm of its own for a
+    single token, so that this may hold for more tokens and not for one.
     """
 
     def make(library: Library, tokens: int) -> tuple[Computation, Computation]:
@@ -226,23 +227,23 @@ def most_dense_tokens() -> int:
         by_torch, by_kernel = partial(torch.nn.functional.linear, x, weight), partial(_call_dense, library, x, weight)
         return by_torch, partial(by_kernel, torch.get_num_threads())
 
-    return _most("dense products", DENSE_TOKENS, torch.bfloat16, make)
+    return _is_faster("dense products", tokens, make, counts=DENSE_TOKENS, dtype=torch.bfloat16)
 
 
-def _most(
+def _is_faster(
     kind: str,
+    tokens: int,
+    make: Callable[[Library, int], tuple[Computation, Computation]],
+    *,
     counts: tuple[int, ...],
     dtype: torch.dtype,
-    make: Callable[[Library, int], tuple[Computation, Computation]],
-) -> int:
-    """Return the most tokens for which the second computation, by the kernels, is not slower than the first, or 0."""
+) -> bool:
+    """Whether the second computation, by the kernels, is not slower than the first; False above the last count."""
     library = fastest_kernels()
-    if library is None:
-        return 0
-    for count in counts:
-        if speedup(_comparison(kind, count, dtype, instruction_set()), partial(make, library, count)) >= 1:
-            return count
-    return 0
+    if library is None or tokens > counts[-1]:
+        return False
+    count = next(count for count in counts if count >= tokens)
+    return speedup(_comparison(kind, count, dtype, instruction_set()), partial(make, library, count)) >= 1
 
 
 @cache
@@ -260,7 +261,7 @@ def least_for_threads() -> float:
     """Return with how many elements of a matrix all threads multiply a token faster than one.
 
     Where one thread takes t seconds, n threads take o + t / n. o is measured once for each n, as
-    `sparsellm.runtime.alternatives` does, as a share of the time of a matrix of `SMALL`; t is proportional to the elements.
+    `sparsellm.runtime.autotuning` does, as a share of the time of a matrix of `SMALL`; t is proportional to the elements.
     """
     threads = torch.get_num_threads()
     library = fastest_kernels()

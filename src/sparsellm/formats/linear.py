@@ -16,7 +16,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.formats import csr_triton
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype
 from sparsellm.formats.encoding import decode_parts, encode
-from sparsellm.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, most_dense_tokens, multiply
+from sparsellm.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, is_faster_dense, multiply
 from sparsellm.formats.parts import PARTS
 from sparsellm.formats.running_form import check_numbers
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
@@ -314,7 +314,7 @@ class DenseLinear(nn.Linear):
         is_bfloat16 = x.dtype is self.weight.dtype is torch.bfloat16
         tokens = x.numel() // max(self.in_features, 1)
         is_usual = trained or not is_bfloat16 or not x.is_cpu or torch.compiler.is_compiling()
-        if is_usual or not 0 < tokens <= DENSE_TOKENS[0] or tokens > most_dense_tokens():
+        if is_usual or not 0 < tokens <= DENSE_TOKENS[-1] or not is_faster_dense(tokens):
             return super().forward(x)
         product = dense_matmul(x.reshape(-1, self.in_features), self.weight).view(*x.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias

@@ -77,7 +77,7 @@ class BlockSolver:
     """Prunes the layers of one block and collects their results.
 
     Args:
-        sensitivities: S by layer, (out, out); layers without one count all output errors alike.
+        curvatures: S by layer, (out, out); layers without one count all output errors alike.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BlockSolver:
         inputs: Activations,
         *,
         plan: Plan,
-        sensitivities: Mapping[str, Tensor],
+        curvatures: Mapping[str, Tensor],
     ) -> None:
         self._settings, self._block, self._inputs, self._plan = settings, block, inputs, plan
         self._keep: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ class BlockSolver:
         self._targets = LayerTargets(block, inputs, plan)
         names = planned_layers(block, plan)
         self._pruned_masks = {name: zero_mask(block.layer(name).weight, settings.keep_zeros) for name in names}
-        self._sensitivities = sensitivities
+        self._curvatures = curvatures
 
     def solve_group(self, names: Sequence[str], last: bool) -> None:
         """Solve layers that share an input, each separately, and write them.
@@ -105,28 +105,28 @@ class BlockSolver:
             last: Whether this is the last group of the block.
         """
         regressions = self._targets.regressions(names, last)
-        tasks = [Task(name, regressions[name], self._sensitivities.get(name)) for name in names]
+        tasks = [Task(name, regressions[name], self._curvatures.get(name)) for name in names]
         self._solve(tasks, self._settings.values)
         self._targets.mark_final(names)
 
-    def solve_part(self, feed_forward: FeedForward, metric: Tensor) -> Iterator[EpochResult]:
-        """Solve the feed-forward part: its layers, then the Gauss-Newton rounds. `metric`: F, (model, model)."""
+    def solve_part(self, feed_forward: FeedForward, fisher: Tensor) -> Iterator[EpochResult]:
+        """Solve the feed-forward part: its layers, then the Gauss-Newton rounds. `fisher`: F, (model, model)."""
         in_proj, out_proj = (self._block.layer(name) for name in (feed_forward.in_proj[0], feed_forward.out_proj))
         size = 4 * self._inputs.tokens * max(in_proj.in_features, out_proj.out_features)  # bytes, float32
         with self._inputs.storage.new_lists(2, size) as (inputs, targets):
             yield from self._solve_jointly(
                 self._targets.regressions(feed_forward.in_proj, True, (inputs, targets)),  # first, since it fills the lists
-                self._problem(feed_forward, metric, inputs, targets),
+                self._problem(feed_forward, fisher, inputs, targets),
             )
 
-    def solve_experts(self, parts: Sequence[FeedForward], metric: Tensor) -> Iterator[EpochResult]:
+    def solve_experts(self, parts: Sequence[FeedForward], fisher: Tensor) -> Iterator[EpochResult]:
         """Solve experts one after another, each as a feed-forward part on the tokens that are routed to it.
 
         The target of an expert is the dense expert's output for the same tokens of the dense stream. It does not include the
         accumulated error of the stream, since the router decides which experts a token passes through.
 
         Args:
-            metric: F, (model, model).
+            fisher: F, (model, model).
         """
         routes = self._inputs.expert_samples(self._block, parts[0].in_proj)
         max_tokens = 0 if routes is None else routes.max_tokens
@@ -141,14 +141,14 @@ class BlockSolver:
                     targets.append(dense.inputs[part.in_proj[0]].float())
             for part, (inputs, targets) in zip(parts, pairs, strict=True):
                 yield from self._solve_jointly(
-                    expert_regressions(self._block, part, inputs, targets), self._problem(part, metric, inputs, targets)
+                    expert_regressions(self._block, part, inputs, targets), self._problem(part, fisher, inputs, targets)
                 )
 
     def _problem(
-        self, feed_forward: FeedForward, metric: Tensor, inputs: TensorList, targets: TensorList
+        self, feed_forward: FeedForward, fisher: Tensor, inputs: TensorList, targets: TensorList
     ) -> FeedForwardProblem:
         """The problem of a feed-forward part with its inputs and targets."""
-        return FeedForwardProblem(feed_forward, metric, inputs, targets, self._settings.sampled, self._inputs.window)
+        return FeedForwardProblem(feed_forward, fisher, inputs, targets, self._settings.sampled, self._inputs.window)
 
     def _solve_jointly(self, regressions: Mapping[str, Regression], problem: FeedForwardProblem) -> Iterator[EpochResult]:
         """Solve the layers of a feed-forward part, given the regressions of its input projections, which are freed early."""
@@ -160,7 +160,7 @@ class BlockSolver:
         tasks = [Task(name, regressions[name], curvatures.pop(name)) for name in names[:-1]]
         del regressions
         self._solve([*tasks] if values else tasks)  # which empties the list
-        self._solve([Task(names[-1], training.regression(self._weights(names)), problem.metric)])
+        self._solve([Task(names[-1], training.regression(self._weights(names)), problem.fisher)])
         yield EpochResult(self._block.name, 1, "solve", judge.error(self._weights(names)) / energy, True)
         yield from self._gauss_newton(problem, names, energy) if rounds else ()
         if values:
@@ -266,7 +266,7 @@ class BlockSolver:
         for task in tasks:
             self._write_rounded(task, self._weights(names)[task.name], values)
         weights = self._weights(names)
-        task = Task(names[-1], problem.regression(weights), problem.metric)
+        task = Task(names[-1], problem.regression(weights), problem.fisher)
         self._write_rounded(task, self._refitted(problem, task.regression, weights[names[-1]][0]), values)
 
     def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: IntegerValues) -> None:
@@ -280,10 +280,10 @@ class BlockSolver:
     def _refitted(self, problem: FeedForwardProblem, regression: Regression, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the output projection, refitted to the current activations with a fixed mask."""
         layer_problem = regression.problem(weight, self._settings.ridge)
-        metric = add_curvature_diagonal(problem.metric, REFIT_DAMPING)
+        fisher = add_curvature_diagonal(problem.fisher, REFIT_DAMPING)
         gram = add_diagonal_(layer_problem.gram, REFIT_DAMPING)
         weight = conjugate_gradient_refit(
-            weight, layer_problem.weight, gram, keep=self._keep[problem.names[-1]], steps=REFIT_STEPS, curvature=metric
+            weight, layer_problem.weight, gram, keep=self._keep[problem.names[-1]], steps=REFIT_STEPS, curvature=fisher
         )
         return weight, regression.bias(weight)
 

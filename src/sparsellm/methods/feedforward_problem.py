@@ -33,7 +33,7 @@ SAMPLED, SAMPLED_WIDTHS = 4096, 4
 """Least number of tokens for the curvature of a Gauss-Newton step, by default, and the same in multiples of the model width.
 The gradient uses all tokens: it sets the direction, the curvature only the step length in each direction."""
 
-METRIC_LIFT = 1e-3
+FISHER_LIFT = 1e-3
 """Added to the diagonal of F, relative to its mean: F is estimated from a sample, which cannot tell small costs from zero."""
 
 
@@ -61,7 +61,7 @@ class FeedForwardProblem:
     """The feed-forward part of one block, with its inputs and targets.
 
     Attributes:
-        metric: F, (model, model), positive semi-definite: an output error e counts as eᵀ F e.
+        fisher: F, (model, model), positive semi-definite: an output error e counts as eᵀ F e.
         inputs: x, (tokens, model) for each batch of this process.
         targets: t, (tokens, model) for each batch of this process.
         least: Least number of tokens for the curvature, if there are as many.
@@ -69,7 +69,7 @@ class FeedForwardProblem:
     """
 
     feed_forward: FeedForward
-    metric: Tensor
+    fisher: Tensor
     inputs: Tensors
     targets: Tensors
     least: int = SAMPLED
@@ -82,7 +82,7 @@ class FeedForwardProblem:
         offsets = list(accumulate(collectives.all_gather(lengths(self.inputs)), initial=0))
         self._starts, self._tokens = collectives.shard(offsets[:-1]), offsets[-1]
         # With F = L Lᵀ, the weighted error of V p is the plain error of Lᵀ V p.
-        self._root: Tensor = torch.linalg.cholesky(add_curvature_diagonal(self.metric, METRIC_LIFT))
+        self._root: Tensor = torch.linalg.cholesky(add_curvature_diagonal(self.fisher, FISHER_LIFT))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ class FeedForwardProblem:
         return tuple(linear(x, *weights[name]) for name in self.feed_forward.in_proj)
 
     def error(self, weights: PartWeights) -> float:
-        """E‖t - FFN(x)‖² in the metric, mean over tokens."""
+        """E‖t - FFN(x)‖² weighted by F, mean over tokens."""
         sums = torch.zeros(2, dtype=devices.widest_float(self._device), device=self._device)  # squared error, tokens
         for x, t in self.batches():
             activated = self.feed_forward.activate(*self.hidden(weights, x))
@@ -127,7 +127,7 @@ class FeedForwardProblem:
         return float(sums[0] / sums[1].clamp(min=1))
 
     def target_energy(self) -> float:
-        """E‖t‖² in the metric, the denominator of the relative error."""
+        """E‖t‖² weighted by F, the denominator of the relative error."""
         sums = torch.zeros(2, dtype=devices.widest_float(self._device), device=self._device)  # energy, tokens
         for _, t in self.batches():
             sums += torch.stack([self.weighted(t).square().sum(), torch.tensor(float(len(t)), device=t.device)])
@@ -162,11 +162,11 @@ class FeedForwardProblem:
         return {name: grams.pop(name).matrix.mul_(squares) for name in in_proj}  # one Gram matrix's sums less each time
 
     def weighted_out_proj(self, weights: PartWeights) -> Tensor:
-        """The output projection in the metric: Lᵀ V, (model, hidden)."""
+        """The output projection weighted by F: Lᵀ V, (model, hidden)."""
         return matmul(self._root.T, weights[self.feed_forward.out_proj][0])
 
     def weighted(self, errors: Tensor) -> Tensor:
-        """Output errors in the metric: (tokens, model) times L."""
+        """Output errors weighted by F: (tokens, model) times L."""
         return matmul(errors, self._root)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
-from sparsellm.activations.sensitivity import layer_sensitivities
+from sparsellm.activations.sensitivity import layer_curvatures
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import UNKNOWN_FAMILY, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
 from sparsellm.methods.block_solver import BlockSolver, Settings
@@ -72,8 +72,8 @@ class SparseLLM(Settings):
         parts = [] if output_fisher is None else coupled_parts(block, plan)
         coupled = {name for part in parts for name in (*part.in_proj, part.out_proj)}
         separate = [name for name in names if name not in coupled]  # `FeedForwardProblem` computes S of the others exactly
-        sensitivities = {} if output_fisher is None else _sensitivities(inputs, block, separate, output_fisher)
-        solver = BlockSolver(self, block, inputs, plan=plan, sensitivities=sensitivities)
+        curvatures = {} if output_fisher is None else _curvatures(inputs, block, separate, output_fisher)
+        solver = BlockSolver(self, block, inputs, plan=plan, curvatures=curvatures)
         groups = [[name for name in group if name in separate] for group in block.architecture.groups]
         groups = [group for group in groups if group]
         for number, group in enumerate(groups, 1):
@@ -85,15 +85,15 @@ class SparseLLM(Settings):
         yield from solver.results()
 
 
-def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], output_fisher: Tensor) -> dict[str, Tensor]:
+def _curvatures(inputs: Activations, block: Block, names: Sequence[str], output_fisher: Tensor) -> dict[str, Tensor]:
     """S of the named layers, (out, out) each, of the dense block on the dense stream."""
     stream, dense_block = inputs.dense_pair()
-    return layer_sensitivities(
+    return layer_curvatures(
         dense_block,
         stream,
         inputs.calls(block),
         names,
-        metric=output_fisher,
+        fisher=output_fisher,
         offsets=inputs.offsets,
         window=inputs.window,
     )

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import replace_forward
 from sparsellm.runtime import devices
-from sparsellm.runtime.alternatives import Computation, speedup
+from sparsellm.runtime.autotuning import Computation, speedup
 from sparsellm.runtime.native import load_library
 from sparsellm.runtime.products import linear
 
-MIN_WEIGHTS, MIN_TOKENS = 2**18, 64
-"""Number of weights from which the kernel is used, and the tokens of a block."""
+MIN_WEIGHTS, TOKEN_BLOCK = 2**18, 64
+"""Number of weights from which the kernel is used, and the tokens that it multiplies at once (`TOKENS` in sparse_matmul.c)."""
 
 MAX_DENSITY = 0.5
 """Largest fraction of nonzero weights with which the kernel is used on any processor."""
@@ -65,9 +65,9 @@ class SparseMatmul:
         x = inputs.reshape(-1, self.columns).contiguous()
         out = torch.empty(*inputs.shape[:-1], self.rows)
         y, bias = out.view(-1, self.rows), None if bias is None else bias.detach().contiguous()
-        blocks = -(-len(x) // MIN_TOKENS)
+        blocks = -(-len(x) // TOKEN_BLOCK)
         threads = max(1, min(torch.get_num_threads(), blocks))
-        size = -(-blocks // threads) * MIN_TOKENS
+        size = -(-blocks // threads) * TOKEN_BLOCK
         parts = [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
 
         def multiply(part: tuple[Tensor, Tensor]) -> int:
@@ -107,7 +107,7 @@ def skips_zeros(weight: Tensor, products: torch.dtype | None = None) -> bool:
 def max_density(products: torch.dtype | None = None) -> float:
     """Return the fraction of nonzero weights up to which the kernel is faster than a dense product on this machine.
 
-    Measured once, as `sparsellm.runtime.alternatives` does; 0 where the kernel is not compiled.
+    Measured once, as `sparsellm.runtime.autotuning` does; 0 where the kernel is not compiled.
     """
     if load_library() is None:
         return 0.0

@@ -50,7 +50,7 @@ enum {
     VERSION = 6, /* native.py has the same; a library of another version is not used */
     GROUP = 64,
     PAGE = 4096,
-    MAX_TOKENS = 8,
+    PASS_TOKENS = 8,
     MAX_CHUNKS = 2048,
     MAX_SCALE_WORDS = 1 << 10, /* words of 64 columns with one scale, for each sum in a vector: kernels_planes.h */
     ROW_STEP = 4,     /* chunks are multiples of the rows that are taken at once */
@@ -80,13 +80,13 @@ struct Job {
     int64_t scale_groups, scale_words; /* scales of a row, and groups of 64 columns that have one */
     int value_dtype;
     const char *starts;                /* what the sums of each token and each scale begin with: kernels_planes.h */
-    float factors[MAX_TOKENS];         /* of each prepared token */
+    float factors[PASS_TOKENS];         /* of each prepared token */
     const void *bias;  /* of x's type, or NULL */
     void *out;         /* (tokens, rows) of x's type; (rows, columns) of a decoded matrix */
     int dtype;         /* of x, bias and out: FLOAT32 or BFLOAT16 */
 };
 
-static ALWAYS_INLINE int padded_tokens(int64_t tokens) { return tokens <= 2 ? (int)tokens : tokens <= 4 ? 4 : MAX_TOKENS; }
+static ALWAYS_INLINE int padded_tokens(int64_t tokens) { return tokens <= 2 ? (int)tokens : tokens <= 4 ? 4 : PASS_TOKENS; }
 
 static ALWAYS_INLINE void store(const Job *job, int64_t token, int64_t row, float sum) {
     if (job->dtype == BFLOAT16) {
@@ -244,7 +244,7 @@ static void add_scales(Job *job, const uint16_t *scales, int64_t group_size) {
     job->scale_groups = job->groups ? (job->groups + job->scale_words - 1) / job->scale_words : 0;
 }
 
-/* out = x W' + bias, for x (tokens, columns), MAX_TOKENS at a time at most. Without a mask, W is dense bfloat16. `set` is one that
+/* out = x W' + bias, for x (tokens, columns), PASS_TOKENS at a time at most. Without a mask, W is dense bfloat16. `set` is one that
    sparsellm_instruction_sets names. Integers have bfloat16 scales (rows, groups of group_size columns; 0 for whole rows). x, bias
    and out are of x_dtype, FLOAT32 or BFLOAT16. Returns 0, or -1 without memory. */
 EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, int64_t tokens, const uint8_t *mask,
@@ -272,7 +272,7 @@ EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, in
     }
     size_t width = x_dtype == BFLOAT16 ? 2 : 4;
     /* 16 registers hold the sums of 8 tokens of one row, and the first cache not the 8 tokens: 4 at a time are faster. */
-    int64_t most = set == AVX2 ? MAX_TOKENS / 2 : MAX_TOKENS;
+    int64_t most = set == AVX2 ? PASS_TOKENS / 2 : PASS_TOKENS;
     for (int64_t t = 0; t < tokens; t += most) {
         job.tokens = tokens - t < most ? tokens - t : most;
         job.out = (char *)out + (size_t)(t * rows) * width;

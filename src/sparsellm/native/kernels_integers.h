@@ -21,7 +21,7 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
     const int chains = tokens <= 2 ? 2 : 1; /* as in kernels_tile.h: more sums of more tokens do not fit into registers */
     const uint8_t *mask[4] = {0}, *p[4] = {0};
     const uint16_t *scales[4] = {0};
-    RESULT results[4][MAX_TOKENS];
+    RESULT results[4][PASS_TOKENS];
 #ifdef SPLIT
     _Alignas(GROUP) uint8_t bytes[4][2][GROUP];
 #endif
@@ -38,7 +38,7 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
     }
     for (int64_t group = 0, word = 0; group < job->scale_groups; group++) {
         int64_t end = job->groups - word < job->scale_words ? job->groups : word + job->scale_words;
-        SUMS sums[4][MAX_TOKENS];
+        SUMS sums[4][PASS_TOKENS];
         UNROLL
         for (int i = 0; i < rows; i++) {
             if (group % 32 == 0) PREFETCH(scales[i] + group);

@@ -17,7 +17,7 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
     const uint8_t *mask[4] = {0};
     const VALUE *p[4] = {0};
     VALUE last[DENSE ? 4 : 1][GROUP] = {{0}}; /* a dense matrix's last columns, if they do not fill a group */
-    SUM sums[4][MAX_TOKENS][2];
+    SUM sums[4][PASS_TOKENS][2];
     UNROLL
     for (int i = 0; i < rows; i++) {
         if (!DENSE) mask[i] = job->mask + (row + i) * job->groups * 8;

@@ -119,10 +119,10 @@ class BlockRecovery:
         if self.training.steps and not block.is_head:
             keep = {name: block.layer(name).weight != 0 for name in planned_layers(block, plan)}
             trained = trained_names(block, list(keep), self.train, self.targets)
-            metric = inputs.output_fisher(block)
+            fisher = inputs.output_fisher(block)
             store = self.store(block.name) if self.store else None
             train = partial(refine_block, adam=self.training, scales=scales, store=store)
-            yield train(block, inputs, keep, names=trained, metric=metric)
+            yield train(block, inputs, keep, names=trained, fisher=fisher)
             block.round_to_storage_dtype()
         names = {block.full_name(name): name for name in block.layers}
         block.scales.update({names[full_name]: x.scales for full_name, x in scales.items()})

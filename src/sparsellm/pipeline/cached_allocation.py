@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsellm.activations.fisher import FisherFactors, weight_costs
 from sparsellm.allocation.bits import BitBudget, shapes_of, stored_together
 from sparsellm.allocation.error_curves import ErrorCurve, measure_errors
-from sparsellm.allocation.scores import allocate
+from sparsellm.allocation.rules import allocate
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block, blocks_of

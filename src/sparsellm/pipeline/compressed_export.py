@@ -29,11 +29,11 @@ from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, re
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.conversion import Observe, converted, finish
-from sparsellm.pipeline.export import claimed
 from sparsellm.pipeline.exported import MAX_EXPORTED_GROUP, export_format
 from sparsellm.pipeline.output_folder import CARD, SCALES_FILE
 from sparsellm.pipeline.packed_documents import Source, copy_files, read_checked
 from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
+from sparsellm.pipeline.saving import claimed
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import BITS_OF, IntegerFormat
 from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest

@@ -9,7 +9,7 @@ from sparsellm.models.contexts import product_dtype_context
 from sparsellm.pipeline.events import RECOVERING
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.runtime import devices
-from sparsellm.runtime.alternatives import Computation, speedup
+from sparsellm.runtime.autotuning import Computation, speedup
 
 LEAST_GAIN = 1.5
 """Least gain in a layer's product for which `auto` takes bfloat16: all else in a block, a third of its time, gains nothing."""
@@ -21,7 +21,7 @@ time. Trainings of models of that width take half of the time."""
 LAYER_TOKENS, LAYER_WIDTH = 256, 1024
 """Tokens and inputs of the layer that is timed; the gain is the same from 512 inputs on (2.1 with AVX-512 BF16)."""
 
-BFLOAT16_PASSES = "products in bfloat16"
+BFLOAT16_IN_PASSES = "products in bfloat16"
 """Name of the comparison with products in float32."""
 
 
@@ -41,13 +41,13 @@ def choose_products(ready: Prepared) -> torch.dtype | None:
     if recipe.compute_dtype == "bfloat16":
         return torch.bfloat16
     wide = is_recovery or int(ready.skeleton.config.get_text_config().hidden_size) >= NARROW
-    return torch.bfloat16 if is_bf16 and wide and bf16_speedup(ready.device) >= LEAST_GAIN else None
+    return torch.bfloat16 if is_bf16 and wide and bf16_pass_speedup(ready.device) >= LEAST_GAIN else None
 
 
-def bf16_speedup(device: torch.device) -> float:
+def bf16_pass_speedup(device: torch.device) -> float:
     """Return how many times as fast a linear layer is with a product in bfloat16, casts included, as in float32.
 
-    Measured once on a machine, as `sparsellm.runtime.alternatives` does.
+    Measured once on a machine, as `sparsellm.runtime.autotuning` does.
     """
 
     def make() -> tuple[Computation, Computation]:
@@ -62,4 +62,4 @@ def bf16_speedup(device: torch.device) -> float:
 
         return lambda: multiply(None), lambda: multiply(torch.bfloat16)
 
-    return speedup(BFLOAT16_PASSES, make, None if device.type == "cpu" else devices.name_of(device))
+    return speedup(BFLOAT16_IN_PASSES, make, None if device.type == "cpu" else devices.name_of(device))

@@ -14,10 +14,10 @@ from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.pipeline.estimates import check_disk, free_disk
-from sparsellm.pipeline.export import raise_system_errors, set_default_permissions
 from sparsellm.pipeline.output_folder import REPORT, WORK
 from sparsellm.pipeline.output_lock import locked, replacing
 from sparsellm.pipeline.packed_documents import Source
+from sparsellm.pipeline.saving import raise_system_errors, set_default_permissions
 from sparsellm.pipeline.verification import proven
 from sparsellm.texts.json_files import durable, read_json, strict_json
 

@@ -17,7 +17,7 @@ from sparsellm.methods import LayerResult
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.events import LAYERS, Note, Observer, phase
+from sparsellm.pipeline.events import LAYERS, Note, Observer, run_stage
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.report import Report
@@ -98,7 +98,7 @@ def dense_outputs(loaded: LoadedModel, ready: Prepared, report: Report, observer
     if reason:
         observer(Note(f"the layers that cost most are predicted but not measured: {reason}"))
         return None
-    with phase(LAYERS, report, observer):
+    with run_stage(LAYERS, report, observer):
         return DenseOutputs(text, batches, last_block_outputs(loaded, batches))
 
 
@@ -116,7 +116,7 @@ def measure_layers(report: Report, loaded: LoadedModel, ready: Prepared, *, dens
         NonFinite: The predictions of the pruned model are not finite.
     """
     worst = worst_layers(report.layers)
-    with phase(LAYERS, report, observer):
+    with run_stage(LAYERS, report, observer):
         try:
             layers = _read_dense(ready, worst, report.recipe.dtype)
         except NotStreamable as error:

@@ -25,8 +25,8 @@ TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", 
 it is the speed at which the dense weights are read from memory, and nothing else is done."""
 
 DECODING_ROUNDS = 3
-"""Measurements of each form, which take turns so that a slow minute of the machine meets all of them. The median counts.
-Each continues the sequences of the one before."""
+"""Measurements of each form, of which the median counts. The forms take turns, so that a slow minute of the machine slows
+all of them. Each measurement continues the sequences of the one before."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class NextRun:
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of the run starts. blocks, layers: numbers that the pruning phase visits, 0 for other phases."""
+    """A stage of the run starts. blocks, layers: numbers that the pruning stage visits, 0 for other stages."""
 
     name: str
     blocks: int = 0
@@ -144,10 +144,10 @@ def advance_by(unit: str, observer: Observer) -> Advance:
 
 
 @contextmanager
-def phase(
+def run_stage(
     name: str, report: Report, observer: Observer, *, unit: str = "", blocks: int = 0, layers: int = 0
 ) -> Iterator[Advance]:
-    """Send a `Stage` event, add the phase's duration to the report, and yield the function that sends its progress."""
+    """Send a `Stage` event, add the stage's duration to the report, and yield the function that sends its progress."""
     observer(Stage(name, blocks, layers))
     started = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""An export beside the pruned model that it was made from: its weights are the model's, rounded as was asked for."""
+"""Compares an export with the pruned model that it was made from: its weights must be the model's, rounded as was asked for."""
 
 from __future__ import annotations
 

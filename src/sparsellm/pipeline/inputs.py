@@ -15,7 +15,7 @@ from sparsellm.pipeline.fingerprint import NOT_DECISIVE, contents, model_fingerp
 from sparsellm.pipeline.outputs import read_output
 from sparsellm.pipeline.publication import Paths
 from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.recipe_fields import RULES
+from sparsellm.pipeline.recipe_fields import RULES, fields_with
 from sparsellm.texts.data_sets import is_saved
 from sparsellm.texts.paths import is_task_file, local_path
 from sparsellm.texts.texts import NAMES
@@ -23,7 +23,7 @@ from sparsellm.texts.texts import NAMES
 Inputs = Mapping[str, Mapping[str, str]]
 """What a run read: by the name that its recipe has for it, the contents of its files as `contents` describes them."""
 
-OF_THE_MACHINE = ("device", "max_memory", "offload", "batch_size")
+OF_THE_MACHINE = fields_with("machine")
 """Recipe fields that do not identify a result: it may be made on another machine."""
 
 WEIGHT_ENDINGS = (".safetensors", ".bin")

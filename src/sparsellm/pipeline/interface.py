@@ -13,7 +13,6 @@ from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
-from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.inputs import SameInputs
 from sparsellm.pipeline.loading import named_model
@@ -24,6 +23,7 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
 from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_sparsity
 from sparsellm.pipeline.recover import recover_run
+from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.settings import PruneSettings, RecoverySettings, recipe_keywords
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern

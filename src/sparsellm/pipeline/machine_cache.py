@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from sparsellm.runtime import alternatives
+from sparsellm.runtime import autotuning
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import home
 
@@ -67,4 +67,4 @@ class SpeedupFile:
 def use_cache() -> None:
     """Keep what is measured from now on in the user's cache, unless the user has no home folder, as in containers."""
     folder = os.environ.get("XDG_CACHE_HOME") or (None if (own := home()) is None else own / ".cache")
-    alternatives.store = None if folder is None else SpeedupFile(Path(folder) / "sparsellm" / FILE)
+    autotuning.store = None if folder is None else SpeedupFile(Path(folder) / "sparsellm" / FILE)

@@ -23,7 +23,7 @@ from sparsellm.pipeline.events import (
     Advance,
     Measured,
     Observer,
-    phase,
+    run_stage,
 )
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key
 from sparsellm.pipeline.loading import OpenedModel, Placement, load_model
@@ -63,7 +63,7 @@ def measure_checkpoint(
     results: dict[str, Perplexity] = {}
     loaded: LoadedModel | None = None
     for text, test in ready.tests.items():
-        with phase(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
+        with run_stage(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
             known = report.before(text)
             if known is None or text == SOURCE or not _is_of(known, test):
                 loaded = loaded or load_model(report.recipe, opened, folder=folder, placement=placement)
@@ -103,13 +103,13 @@ def measure_into(
 
     recipe = report.recipe
     for text, test in ready.tests.items():
-        with phase(f"{MEASURING} {when}", report, observer, unit="sequence") as advance:
+        with run_stage(f"{MEASURING} {when}", report, observer, unit="sequence") as advance:
             find = partial(measure_perplexity, loaded, test, text, progress=advance)
             perplexity = recall(test, f"perplexity of {text}", find, kind=Perplexity)
             report.perplexity.setdefault(text, {})[when] = perplexity
             observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     if recipe.task:
-        with phase(f"{ANSWERING} {when}", report, observer, unit="answer") as advance:
+        with run_stage(f"{ANSWERING} {when}", report, observer, unit="answer") as advance:
             score = partial(measure_accuracies, recipe, loaded, ready.source.tokenizer(), advance)
             files = [task for task in recipe.task if is_task_file(task)]
             data = [report.inputs.get(str(name), name) for name in (recipe.task_data, *files)]
@@ -119,5 +119,5 @@ def measure_into(
                 report.tasks.setdefault(task, {})[when] = accuracy
                 observer(Measured(measure_of(accuracy.metric), task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
-        with phase(CONTINUING, report, observer):
+        with run_stage(CONTINUING, report, observer):
             report.samples.setdefault(prompt, {})[when] = generate_text(loaded, ready.source.tokenizer(), prompt)

@@ -15,7 +15,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.block_recovery import recovery_plan
-from sparsellm.pipeline.compute_dtype import bf16_speedup, choose_products
+from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
 from sparsellm.pipeline.costs import Cost, Work, rates, work
 from sparsellm.pipeline.early_checks import check_inputs, check_recovery_inputs
 from sparsellm.pipeline.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
@@ -257,8 +257,8 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
 
 
 def training_rates(speed: Work, placement: Placement, device: torch.device) -> Work:
-    """The rates of gradient steps on a machine with rates `speed`: products in bfloat16 gain what `bf16_speedup` measured."""
-    gain = 1.0 if placement.products is None else bf16_speedup(device)
+    """The rates of gradient steps on a machine with rates `speed`: products in bfloat16 gain `bf16_pass_speedup`."""
+    gain = 1.0 if placement.products is None else bf16_pass_speedup(device)
     return speed * work(gain, factors=1, spectra=1, passes=1)
 
 

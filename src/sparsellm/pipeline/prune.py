@@ -19,8 +19,7 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
 from sparsellm.pipeline.costliest_layers import dense_outputs, measure_layers
 from sparsellm.pipeline.early_checks import check_inputs
-from sparsellm.pipeline.events import ALLOCATION, LAYERS, OPENING, READING_TEXTS, Observer, add_note, phase
-from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.events import ALLOCATION, LAYERS, OPENING, READING_TEXTS, Observer, add_note, run_stage
 from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.outputs import changed_before
 from sparsellm.pipeline.planning import fit_to_memory
@@ -29,8 +28,9 @@ from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.recipe_methods import integer_values
 from sparsellm.pipeline.run import Run, RunArguments, recorded
+from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.sequential import prune_blocks
-from sparsellm.pipeline.stages import sensitivities, train_model, training_data
+from sparsellm.pipeline.stages import estimate_fisher, train_model, training_data
 from sparsellm.pipeline.training_outcome import why_unchanged
 from sparsellm.texts.in_memory import Given
 
@@ -60,11 +60,11 @@ def prune_run(
     check_inputs(recipe, given=given, has_model=source is not None)
     with recorded(recipe, observe) as records:
         report, observer = records.report, records.observer
-        with phase(OPENING, report, observer):
+        with run_stage(OPENING, report, observer):
             opened = open_model(recipe, source)
             method, plan = make_plan(recipe, opened)
             report.origin = opened.source.origin()
-        with phase(READING_TEXTS, report, observer):
+        with run_stage(READING_TEXTS, report, observer):
             ready = prepare_pruning(
                 opened, recipe, method, plan, report=report, observer=observer, given=given, shared=arguments.get("shared")
             )
@@ -103,15 +103,15 @@ def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Ten
     ready, report, observer, journal = run.ready, run.report, run.observer, run.journal
     recipe, plan, method = ready.recipe, ready.plan, ready.method
     blocks = blocks_and_head(loaded.model, plan)
-    metrics: Sequence[Tensor] = []
+    fisher: Sequence[Tensor] = []
     factors: Mapping[str, FisherFactors] = {}
     allocated: Allocated | None = None
     values: IntegerValues | None = integer_values(recipe)
     with run.dense_cache(loaded) as cache:
         if method.needs_fisher:
-            metrics = sensitivities(loaded, batches, report=report, observer=observer, cache=cache)
+            fisher = estimate_fisher(loaded, batches, report=report, observer=observer, cache=cache)
         if recipe.allocation_rule in RULES[1:]:
-            with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
+            with run_stage(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
                 allocated = cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
                 plan, factors, values = allocated.plan, allocated.factors, allocated.values or values
                 advance(1, 1)
@@ -124,8 +124,8 @@ def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Ten
     if values:
         method = replace(method, values=values)  # type: ignore[type-var]
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase(ready.stage, report, observer, blocks=visited, layers=len(plan)):
-        for step in prune_blocks(loaded, batches, method, plan, metrics=metrics, factors=factors, journal=journal):
+    with run_stage(ready.stage, report, observer, blocks=visited, layers=len(plan)):
+        for step in prune_blocks(loaded, batches, method, plan, fisher=fisher, factors=factors, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)

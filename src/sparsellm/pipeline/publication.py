@@ -16,15 +16,12 @@ from pydantic import BaseModel
 
 from sparsellm.checkpoints.files import DEMO, is_hub_name
 from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.recipe_fields import ALLOCATIONS
+from sparsellm.pipeline.recipe_fields import ALLOCATIONS, fields_with
 from sparsellm.texts.paths import home, is_task_file, local_path
 from sparsellm.texts.texts import NAMES
 
 COMPONENT = r"[^\s/\"'`<>|,;:()\[\]{}*?\\]+"
 """Regular expression of one path component; a path ends at any other character."""
-
-OF_PATHS = ("model", "pruned", "architecture", "calibration", "allocation", "task_data", "evaluate", "task")
-"""Recipe fields that may name files."""
 
 
 class Paths:
@@ -35,7 +32,7 @@ class Paths:
 
     def __init__(self, *recipes: RunRecipe) -> None:
         self._names: dict[str, str] = {}
-        for recipe, field in product(recipes, OF_PATHS):
+        for recipe, field in product(recipes, fields_with("path")):
             value = getattr(recipe, field, None)
             for path in (value,) if isinstance(value, str) else value or ():
                 if not is_hub_name(path) if field == "model" else is_file(path):
@@ -116,7 +113,7 @@ def clean_copies(folder: Path, paths: Paths) -> list[str]:
 def local_files(recipe: RunRecipe) -> list[tuple[str, str]]:
     """Fields and values of a recipe that may be the last part of a local path, which outputs keep of it."""
     values = []
-    for field in OF_PATHS:
+    for field in fields_with("path"):
         value = getattr(recipe, field, None)
         for name in (value,) if isinstance(value, str) else value or ():
             known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()

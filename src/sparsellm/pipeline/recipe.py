@@ -1,4 +1,4 @@
-"""Recipes: all settings of a run as validated data. Imports no torch, so that a wrong value is told at once."""
+"""Recipes: all settings of a run as validated data. Imports no torch, so that a wrong value is refused within half a second."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import (
@@ -53,9 +53,11 @@ ALLOCATIONS = ("uniform", "owl", "fisher")
 RULES = (*ALLOCATIONS, "bits")
 """These, and the rule of a recipe with `bits`."""
 
-_ONLY_DEFAULT, _ONLY_PUBLISHED = ("effort", "gauss_newton_steps"), ("epochs", "alpha", "beta")
-_ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
-"""Fields of the method sparsellm, and those of them that only its default or only Algorithm 1 has."""
+Trait = Literal["path", "measured", "machine", "memory", "sparsellm", "default", "published"]
+"""What a field is: the name of a file ("path"), something to measure, which changes no weights ("measured"), a matter of the
+machine and not of the result ("machine"), of its memory, on which no bit depends ("memory"), or a setting of the method
+sparsellm, maybe one that only its default or only Algorithm 1 has ("default", "published")."""
+
 MOST = 2**31 - 1
 """Largest value of every count: the product of two fits the integers of torch."""
 
@@ -75,12 +77,6 @@ def parse_size(field: str, value: str) -> int:
     raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
 
 
-def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
-    """The fields that belong to other methods than this one."""
-    others = _ONLY_SPARSELLM if method != "sparsellm" else _ONLY_DEFAULT if as_published else _ONLY_PUBLISHED
-    return (*others, *(("true_sequential",) if method in ("sparsellm", "magnitude") else ()))
-
-
 _as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[str, ...], _as_tuple]
 """Several texts; a single one may be written without a list."""
@@ -94,21 +90,23 @@ def _field(
     *,
     essential: bool = True,
     least: int | None = None,
+    traits: tuple[Trait, ...] = (),
     **constraints: Any,
 ) -> Any:
     """A field of the recipe.
 
     Args:
         panel: The panel of the help that lists the option, of `HELP_PANELS`.
-        default: The value of a field that is not given.
+        default: The value of a field that is not given; `...` of one that must be given.
         description: The help text, one sentence.
         default_text: What is used when the value is None, in words.
         essential: `--help` lists the option, not only `--help-all`.
         least: Smallest value of a count, whose largest is `MOST`.
+        traits: What other modules ask of the field, by `fields_with`.
         **constraints: Bounds of the value, as in `pydantic.Field`.
     """
     constraints |= {} if least is None else {"ge": least, "le": MOST}
-    option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential}
+    option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential, "traits": traits}
     return Field(default, description=description, json_schema_extra=option, **constraints)
 
 
@@ -134,14 +132,14 @@ class RunFields(BaseModel):
         shown = without_defaults(self.model_dump(mode="json"))
         yield from ((name, value) for name, value in super().__repr_args__() if name in shown)
 
-    model: str = Field(description="Checkpoint folder, Hugging Face name, demo:opt or demo:llama.")
+    model: str = _option(..., "Checkpoint folder, Hugging Face name, demo:opt or demo:llama.", traits=("path",))
     revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
     trust_remote_code: bool = _model(False, "Run the Python code that comes with the checkpoint.")
     architecture: str | None = _model(
-        None, "YAML file that describes the model's architecture.", "the built-in table, or what is detected"
+        None, "YAML file that describes the model's architecture.", "the built-in table, or what is detected", traits=("path",)
     )
 
-    calibration: str | None = _option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.")
+    calibration: str | None = _option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.", traits=("path",))
     text_field: str | None = _data(
         None,
         "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.",
@@ -160,24 +158,31 @@ class RunFields(BaseModel):
     sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", least=2)
     seed: int = _option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)
 
-    evaluate: Names = _option((), "Text to measure perplexity on, as for calibration.")
+    evaluate: Names = _option((), "Text to measure perplexity on, as for calibration.", traits=("path", "measured"))
     evaluate_limit: int | None = _evaluation(
-        None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", least=1
+        None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", least=1, traits=("measured",)
     )
-    prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
-    task: Names = _evaluation((), "Task or group of lm-eval to measure on, such as boolq or mmlu, or the .yaml file of a task.")
+    prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.", traits=("measured",))
+    task: Names = _evaluation(
+        (),
+        "Task or group of lm-eval to measure on, such as boolq or mmlu, or the .yaml file of a task.",
+        traits=("path", "measured"),
+    )
     task_data: str | None = _evaluation(
-        None, "Folder with the questions of the SparseLLM paper's tasks and piqa as .jsonl files.", "downloaded from the hub"
-    )
-    task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", least=1)
-
-    max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of free")
-    offload: bool | None = _machine(
         None,
-        "Load one block at a time.",
-        "when the model needs more than half of the memory",
+        "Folder with the questions of the SparseLLM paper's tasks and piqa as .jsonl files.",
+        "downloaded from the hub",
+        traits=("path", "measured"),
     )
-    device: str = _machine("auto", "Device: auto, cpu, cuda:1 or mps.")
+    task_limit: int | None = _evaluation(
+        None, "Evaluate at most this many questions per task.", "all", least=1, traits=("measured",)
+    )
+
+    max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of free", traits=("machine", "memory"))
+    offload: bool | None = _machine(
+        None, "Load one block at a time.", "when the model needs more than half of the memory", traits=("machine", "memory")
+    )
+    device: str = _machine("auto", "Device: auto, cpu, cuda:1 or mps.", traits=("machine",))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _machine("auto", "Data type; auto is the stored one.")
     compute_dtype: Literal["auto", "float32", "bfloat16"] = _machine(
         "auto",
@@ -185,7 +190,7 @@ class RunFields(BaseModel):
         " is measured to be faster with it.",
         essential=False,
     )
-    batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", least=1)
+    batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", least=1, traits=("machine",))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -202,27 +207,36 @@ class RecipeFields(RunFields):
     method: MethodName = _option("sparsellm", "Pruning method.")
     sparsity: str | None = _option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
     bits: float | None = _option(None, "Bits a weight, all counted, in place of sparsity.", gt=0, allow_inf_nan=False)
-    as_published: bool = _method(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
+    as_published: bool = _method(
+        False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.", traits=("sparsellm",)
+    )
     effort: Literal["fast", "standard", "best"] = _option(
-        "standard",
-        f"Time of the method sparsellm: {EFFORT_COSTS}.",
+        "standard", f"Time of the method sparsellm: {EFFORT_COSTS}.", traits=("sparsellm", "default")
     )
     solver: SolverName | None = _method(
-        None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published"
+        None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published", traits=("sparsellm",)
     )
-    gauss_newton_steps: int = _method(3, "Maximum number of Gauss-Newton rounds on each feed-forward part.", least=0)
-    epochs: int = _method(4, "Number of epochs K of Algorithm 1.", least=1)
-    alpha: float = _method(0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False)
-    beta: float = _method(0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False)
+    gauss_newton_steps: int = _method(
+        3, "Maximum number of Gauss-Newton rounds on each feed-forward part.", least=0, traits=("sparsellm", "default")
+    )
+    epochs: int = _method(4, "Number of epochs K of Algorithm 1.", least=1, traits=("sparsellm", "published"))
+    alpha: float = _method(
+        0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
+    )
+    beta: float = _method(
+        0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
+    )
     scope: str | None = _method(
         None,
         "Layers that are pruned as one problem: none or feedforward; with as_published also blocks, as 0:12.",
         "set by effort",
+        traits=("sparsellm",),
     )
     allocation: str | None = _layers(
         None,
         "Rule that sets each layer's sparsity: uniform, owl, fisher, or a YAML file.",
         "fisher for the method sparsellm, uniform for others and N:M",
+        traits=("path",),
     )
     blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
     include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
@@ -261,7 +275,7 @@ class RecipeFields(RunFields):
 class RecoveryFields(RunFields):
     """The fields of `sparsellm.pipeline.recovery_recipe.RecoveryRecipe`. `model` is the dense model."""
 
-    pruned: str = Field(description="Folder that `prune` or `recover` wrote.")
+    pruned: str = _option(..., "Folder that `prune` or `recover` wrote.", traits=("path",))
     scope: Literal["block", "model"] = _option(
         "model", "Weights that are trained together: each block's, or the whole model's."
     )
@@ -276,6 +290,19 @@ class RecoveryFields(RunFields):
     )
     lora_rank: int = _method(16, "Rank of the changes that lora trains.", least=1)
     lora_targets: Names = _method((), "Layers that lora changes, by name, glob, re:REGEX or type.", "all pruned ones")
+
+
+def fields_with(*traits: Trait) -> tuple[str, ...]:
+    """Return the names of the fields of both recipes that have one of these traits."""
+    declared = [*RecipeFields.model_fields.items(), *RecoveryFields.model_fields.items()]
+    options = [(name, cast("dict[str, Any]", field.json_schema_extra)) for name, field in declared]
+    return tuple(dict.fromkeys(name for name, option in options if not {*traits}.isdisjoint(option["traits"])))
+
+
+def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
+    """Return the fields that belong to other methods than this one."""
+    others = fields_with("sparsellm" if method != "sparsellm" else "default" if as_published else "published")
+    return (*others, *(("true_sequential",) if method in ("sparsellm", "magnitude") else ()))
 
 
 def is_object(fields: Mapping[str, Any]) -> bool:

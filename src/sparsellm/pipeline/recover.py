@@ -20,8 +20,7 @@ from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.block_recovery import BlockRecovery, recovery_plan
 from sparsellm.pipeline.early_checks import check_recovery_inputs
-from sparsellm.pipeline.events import MEASURING_CHECKPOINT, OPENING, READING_TEXTS, Observer, add_note, phase
-from sparsellm.pipeline.export import Result
+from sparsellm.pipeline.events import MEASURING_CHECKPOINT, OPENING, READING_TEXTS, Observer, add_note, run_stage
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.measuring import measure_checkpoint
@@ -30,8 +29,9 @@ from sparsellm.pipeline.planning import fit_to_disk
 from sparsellm.pipeline.preparation import PreparedRecovery, prepare_recovery
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.run import Run, RunArguments, recorded
+from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.sequential import Step, block_steps, visit_blocks
-from sparsellm.pipeline.stages import JournalStore, sensitivities, train_model, training_data
+from sparsellm.pipeline.stages import JournalStore, estimate_fisher, train_model, training_data
 from sparsellm.pipeline.training_outcome import why_not_recovered
 from sparsellm.texts.in_memory import Given
 
@@ -53,11 +53,11 @@ def recover_run(
     check_recovery_inputs(recipe, given=given, has_model=source is not None)
     with recorded(recipe, observe) as records:
         report, observer = records.report, records.observer
-        with phase(OPENING, report, observer):
+        with run_stage(OPENING, report, observer):
             opened = open_model(recipe, source)
             method, plan, report.pruned = recovery_plan(recipe, opened.source)
             report.origin = opened.source.origin()
-        with phase(READING_TEXTS, report, observer):
+        with run_stage(READING_TEXTS, report, observer):
             ready = prepare_recovery(
                 opened, recipe, method, plan, report=report, observer=observer, given=given, shared=arguments.get("shared")
             )
@@ -100,10 +100,10 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
     ready, report, observer, journal = run.ready, run.report, run.observer, run.journal
     plan, method = ready.plan, ready.method
     blocks = blocks_and_head(loaded.model, plan)
-    metrics: Sequence[Tensor] = []
+    fisher: Sequence[Tensor] = []
     with run.dense_cache(loaded) as cache:
         if method.needs_fisher:
-            metrics = sensitivities(loaded, batches, report=report, observer=observer, cache=cache)
+            fisher = estimate_fisher(loaded, batches, report=report, observer=observer, cache=cache)
         data, training = None, ready.training
         if training:
             # The head differs from the dense model's also where an earlier recovery changed it.
@@ -114,8 +114,8 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
     if journal:
         method = replace(method, store=JournalStore(journal).begin)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase(ready.stage, report, observer, blocks=visited, layers=len(plan)):
-        for step in recover_blocks(loaded, batches, method, plan, metrics=metrics, journal=journal):
+    with run_stage(ready.stage, report, observer, blocks=visited, layers=len(plan)):
+        for step in recover_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
@@ -141,7 +141,7 @@ def recover_blocks(
     recovery: BlockRecovery,
     plan: Plan,
     *,
-    metrics: Sequence[Tensor] = (),
+    fisher: Sequence[Tensor] = (),
     journal: Journal | None = None,
 ) -> Iterator[Step]:
     """Recover the blocks that have planned layers in place, and yield the results as `prune_blocks` does.
@@ -149,10 +149,10 @@ def recover_blocks(
     Args:
         loaded: The dense model.
         plan: The pattern of each pruned layer, by full name.
-        metrics: As for `prune_blocks`, like `batches` and `journal`.
+        fisher: As for `prune_blocks`, like `batches` and `journal`.
     """
 
     def steps(block: Block, inputs: Activations) -> Iterator[Step]:
         return block_steps(block, recovery.recover(block, inputs, plan), plan)
 
-    return visit_blocks(loaded, batches, recovery, plan, steps=steps, metrics=metrics, journal=journal)
+    return visit_blocks(loaded, batches, recovery, plan, steps=steps, fisher=fisher, journal=journal)

@@ -35,9 +35,8 @@ from sparsellm.pipeline.events import (
     Schedule,
     add_note,
     combine_observers,
-    phase,
+    run_stage,
 )
-from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key, environment
 from sparsellm.pipeline.inputs import Inputs
 from sparsellm.pipeline.journal import Journal
@@ -48,6 +47,7 @@ from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report, When
+from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.startup import PlacementChoice, start_run
 from sparsellm.pipeline.workspace import WorkDirectory
 from sparsellm.runtime import collectives, devices
@@ -182,9 +182,9 @@ class Run(Generic[P]):
         return load_model(self.ready.recipe, self.ready, folder=self.folder, placement=self.placement)
 
     def load_and_check(self) -> LoadedModel:
-        """Load the model in a phase, and check on a few tokens that it runs if anything is computed with it."""
+        """Load the model in a stage, and check on a few tokens that it runs if anything is computed with it."""
         recipe, ready = self.ready.recipe, self.ready
-        with phase(LOADING, self.report, self.observer):
+        with run_stage(LOADING, self.report, self.observer):
             loaded = self.load()
             if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
                 check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0)

@@ -50,7 +50,7 @@ def prune_blocks(
     method: BlockMethod,
     plan: Plan,
     *,
-    metrics: Sequence[Tensor] = (),
+    fisher: Sequence[Tensor] = (),
     factors: Mapping[str, FisherFactors] | None = None,
     journal: Journal | None = None,
 ) -> Iterator[Step]:
@@ -63,21 +63,21 @@ def prune_blocks(
         batches: Calibration batches of token ids, each (batch, seq); may be empty for a method that needs no inputs.
         method: Prunes one block.
         plan: The pattern of each layer to prune, by full name.
-        metrics: F of each block's output, from `output_sensitivities`, for a method whose `needs_fisher` is True.
+        fisher: F of each block's output, from `output_fisher`, for a method whose `needs_fisher` is True.
         factors: By full layer name, from `weight_costs`; layers that have them get a `predicted_kl`, for which each block's
             planned weights are copied.
         journal: Stores each finished block before its result is yielded; blocks that it already holds are restored instead of
             pruned. Required for weights on disk, which are dropped when the next block is loaded.
 
     Raises:
-        InvalidSetting: The weights are on disk and there is no journal, or the method needs metrics and there are none.
+        InvalidSetting: The weights are on disk and there is no journal, or the method needs `fisher` and it is empty.
     """
 
     def steps(block: Block, inputs: Activations) -> Iterator[Step]:
         layers = _layer_steps(block, inputs, method, plan=plan, factors=factors or {})
         return block_steps(block, layers, plan, note=partial(method.note, block, plan))
 
-    return visit_blocks(LoadedModel.of(model), batches, method, plan, steps=steps, metrics=metrics, journal=journal)
+    return visit_blocks(LoadedModel.of(model), batches, method, plan, steps=steps, fisher=fisher, journal=journal)
 
 
 @torch.no_grad()
@@ -88,13 +88,13 @@ def visit_blocks(
     plan: Plan,
     *,
     steps: Callable[[Block, Activations], Iterator[Step]],
-    metrics: Sequence[Tensor] = (),
+    fisher: Sequence[Tensor] = (),
     journal: Journal | None = None,
 ) -> Iterator[Step]:
     """Change the blocks that have planned layers one after the other, each on what the changed blocks before it produce.
 
     Args:
-        batches: As for `prune_blocks`, like `metrics` and `journal`.
+        batches: As for `prune_blocks`, like `fisher` and `journal`.
         reader: Says what of the activations is read.
         plan: The pattern of each layer, by full name.
         steps: Changes one block in place, and yields its results; the block's own comes last.
@@ -108,13 +108,13 @@ def visit_blocks(
     planned = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
     if not planned:
         return
-    if reader.needs_fisher and not metrics:
-        raise InvalidSetting(f"{type(reader).__name__} needs `metrics`: pass output_sensitivities(model, batches).")
+    if reader.needs_fisher and not fisher:
+        raise InvalidSetting(f"{type(reader).__name__} needs `fisher`: pass output_fisher(model, batches).")
     if reader.needs is TokenCount:
         visits = _blocks_without_inputs(loaded, blocks)
     else:
         stop, dense = max(planned) + 1, reader.needs_dense_stream
-        visits = walk(loaded, batches, stop=stop, layers=plan, needs_dense_stream=dense, metrics=metrics)
+        visits = walk(loaded, batches, stop=stop, layers=plan, needs_dense_stream=dense, fisher=fisher)
     with closing(visits):  # an error must close the walk, which restores the model
         for block, inputs in visits:
             if block.index not in planned:

@@ -10,12 +10,12 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from sparsellm.activations.sensitivity import iterate_output_sensitivities
+from sparsellm.activations.sensitivity import iterate_output_fisher
 from sparsellm.methods import BlockResult, Plan, TrainingResult
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.events import GENERATING, PREDICTING, SENSITIVITIES, TRAINING, Advance, Observer, add_note, phase
+from sparsellm.pipeline.events import GENERATING, PREDICTING, SENSITIVITIES, TRAINING, Advance, Observer, add_note, run_stage
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.report import Report
@@ -33,12 +33,12 @@ STORING_SHARE = 0.1
 """Largest fraction of the time of a training that storing its states takes, after the first one."""
 
 
-def sensitivities(
+def estimate_fisher(
     loaded: LoadedModel, batches: Sequence[Tensor], *, report: Report, observer: Observer, cache: Journal | None
 ) -> Sequence[Tensor]:
-    """The sensitivities by block, as `output_sensitivities`, from the cache or computed and stored there."""
-    with phase(SENSITIVITIES, report, observer, unit="block") as advance:
-        return _cached_sensitivities(loaded, batches, cache, advance)
+    """The sensitivities by block, as `output_fisher`, from the cache or computed and stored there."""
+    with run_stage(SENSITIVITIES, report, observer, unit="block") as advance:
+        return _cached_fisher(loaded, batches, cache, advance)
 
 
 def train_model(
@@ -67,7 +67,7 @@ def train_model(
         if layer.name in block.scales and (format := IntegerFormat.of(layer))
     }
     adam = adam_for(loaded.model, training.steps, train=training.train, rank=training.rank, patience=training.patience)
-    with phase(TRAINING, report, observer, unit="step") as advance:
+    with run_stage(TRAINING, report, observer, unit="step") as advance:
         result, changed = distill(
             loaded.model,
             data.groups,
@@ -149,12 +149,12 @@ def training_data(
 ) -> TrainingData:
     """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
     windows, seed = ready.windows, ready.recipe.seed
-    with phase(GENERATING, report, observer, unit="sequence") as advance:
+    with run_stage(GENERATING, report, observer, unit="sequence") as advance:
         count = training.count_generated(*windows.shape)
         generated = cached_samples(loaded, windows, count, seed=seed, cache=cache, advance=advance)
     per_step = model_step(*windows.shape)
     groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
-    with phase(PREDICTING, report, observer) as advance:
+    with run_stage(PREDICTING, report, observer) as advance:
         states = last_states(loaded.model, groups, loaded.compute)
         head = copy.deepcopy(loaded.model.get_output_embeddings()) if copies_head else None
         advance(1, 1)
@@ -198,14 +198,12 @@ class JournalTensors(Sequence[Tensor]):
         return tensors["x"]
 
 
-def _cached_sensitivities(
-    loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None, advance: Advance
-) -> Sequence[Tensor]:
+def _cached_fisher(loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None, advance: Advance) -> Sequence[Tensor]:
     """The sensitivities by block, from the cache; computed and stored there unless all are present."""
     name, count = "sensitivity", len(blocks_of(loaded.model))
     computed: dict[int, Tensor] = {}
     if cache is None or any(cache.fact(f"{name}-{number}") is None for number in range(count)):
-        for number, sensitivity in iterate_output_sensitivities(loaded, batches):
+        for number, sensitivity in iterate_output_fisher(loaded, batches):
             if cache is None:
                 computed[number] = sensitivity
             else:

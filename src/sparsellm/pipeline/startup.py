@@ -12,7 +12,7 @@ import torch
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.models.sparse_matmul import SKIPPING_ZEROS, max_density
-from sparsellm.pipeline.compute_dtype import BFLOAT16_PASSES, choose_products
+from sparsellm.pipeline.compute_dtype import BFLOAT16_IN_PASSES, choose_products
 from sparsellm.pipeline.events import DIGESTING, Note, Observer, Stage, add_note
 from sparsellm.pipeline.fingerprint import fingerprint
 from sparsellm.pipeline.inputs import run_inputs
@@ -21,9 +21,9 @@ from sparsellm.pipeline.loading import Placement, choose_placement
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.workspace import WorkDirectory
-from sparsellm.runtime import alternatives, collectives
+from sparsellm.runtime import autotuning, collectives
 from sparsellm.runtime.devices import multiplies_bfloat16
-from sparsellm.runtime.products import BFLOAT16_NAME, ONEDNN_PRODUCTS, bf16_matmul_speedup, uses_onednn
+from sparsellm.runtime.products import BFLOAT16_IN_SOLVERS, ONEDNN_PRODUCTS, bf16_solver_speedup, uses_onednn
 
 PlacementChoice = Callable[..., tuple[Placement, int]]
 """Chooses where the model of a prepared run is held, and its sequences per batch: `fit_to_memory` or `fit_to_disk`."""
@@ -70,11 +70,11 @@ def start_run(
         _note_machine(journal, observer)
     if collectives.world() > 1:
         placement, batch = _agree(ready, placement, batch=batch, journal=journal)
-    alternatives.adopt({})  # another run of this process may have been resumed from another machine
+    autotuning.adopt({})  # another run of this process may have been resumed from another machine
     placement = replace(placement, products=_agree_on_products(ready, journal))
     if ready.device.type == "cpu" and recipe.reads_text:
-        report.environment |= _agree_on_alternatives(placement.products, journal)
-        for name in filter(_is_of_runs, alternatives.unsteady()):
+        report.environment |= _agree_on_speedups(placement.products, journal)
+        for name in filter(_is_of_runs, autotuning.unsteady()):
             add_note(
                 f"other programs were at work while {name} were measured: the result holds for this run only", report, observer
             )
@@ -116,7 +116,7 @@ def _agree_on_products(ready: Prepared, journal: Journal | None) -> torch.dtype 
     return getattr(torch, name) if name else None
 
 
-def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None) -> dict[str, str]:
+def _agree_on_speedups(products: torch.dtype | None, journal: Journal | None) -> dict[str, str]:
     """Take the speedups that the main process of a new run measured, or those of a resumed run, which decide the last bits.
 
     Returns:
@@ -124,10 +124,10 @@ def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None
     """
     speedups: dict[str, float] | None = journal.fact("speedups") if journal else None
     if speedups is None:
-        speedups = collectives.broadcast_object(_measure_alternatives(products) if collectives.is_main() else None)
+        speedups = collectives.broadcast_object(_measure_speedups(products) if collectives.is_main() else None)
         if journal:
             journal.store_fact("speedups", speedups)
-    alternatives.adopt(speedups)
+    autotuning.adopt(speedups)
     limit = max_density(products)
     return {
         "float32 products": "oneDNN" if uses_onednn() else "torch",
@@ -138,15 +138,15 @@ def _agree_on_alternatives(products: torch.dtype | None, journal: Journal | None
 
 def _is_of_runs(name: str) -> bool:
     """Whether a comparison of this name decides something in a run, as one of packed products does not."""
-    return name.startswith((ONEDNN_PRODUCTS, BFLOAT16_NAME, SKIPPING_ZEROS, BFLOAT16_PASSES))
+    return name.startswith((ONEDNN_PRODUCTS, BFLOAT16_IN_SOLVERS, SKIPPING_ZEROS, BFLOAT16_IN_PASSES))
 
 
-def _measure_alternatives(products: torch.dtype | None) -> dict[str, float]:
+def _measure_speedups(products: torch.dtype | None) -> dict[str, float]:
     """Measure what a run on a CPU chooses from, if this machine is not known yet."""
     uses_onednn()
     max_density(products)
-    bf16_matmul_speedup()
-    return alternatives.known()
+    bf16_solver_speedup()
+    return autotuning.known()
 
 
 def _agree(ready: Prepared, placement: Placement, *, batch: int, journal: Journal | None) -> tuple[Placement, int]:

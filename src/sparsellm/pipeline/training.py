@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MODEL_TOKENS = 1024
-"""Tokens per gradient step over the whole model, at least one sequence: for the same tokens, smaller steps win back more."""
+"""Tokens per gradient step over the whole model, at least one sequence: with as many tokens, more and smaller steps recover
+more."""
 
 READS = 2
 """How often training the whole model reads a sequence, about: the dense model generates as many as the text lacks for it. With
@@ -47,7 +48,7 @@ class ModelTraining:
 
     @property
     def trains_outside(self) -> bool:
-        """Whether the last norm and the output head are trained too; beside integers they stay."""
+        """Whether the last norm and the output head are trained too, as they are unless the layers hold integers."""
         return self.train == "full" and not self.rounded
 
     def count_generated(self, samples: int, length: int) -> int:

@@ -1,4 +1,4 @@
-"""What the trainings of a run did: the description of a recovery says no more than happened."""
+"""What the trainings of a run changed, for the description of a recovery."""
 
 from __future__ import annotations
 

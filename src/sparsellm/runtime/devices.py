@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, get_device_module
 
 from sparsellm.errors import InvalidSetting, SparseLLMError, first_line
-from sparsellm.runtime.products import BFLOAT16_SPEEDUP, bf16_matmul_speedup, by_columns, matmul
+from sparsellm.runtime.products import LEAST_BFLOAT16_SPEEDUP, bf16_solver_speedup, by_columns, matmul
 
 T = TypeVar("T")
 
@@ -98,9 +98,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def raise_unless_damaged(error: Exception) -> None:
-    """Raise an error of reading a file again that says itself what is wrong, and is no sign of damage.
+    """Raise an error of reading a file, unless it may be a sign that the file is damaged.
 
-    That is an error of this package, many of which are OSErrors too, one of memory, and one of permission.
+    No such sign is an error of this package, many of which are OSErrors too, one of memory, and one of permission.
     """
     if isinstance(error, (SparseLLMError, PermissionError)) or is_out_of_memory(error):
         raise error
@@ -161,7 +161,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Return whether a device multiplies bfloat16 matrices faster than float32 ones: measured on a CPU, known of GPUs."""
     if device.type == "cpu":
-        return bf16_matmul_speedup() >= BFLOAT16_SPEEDUP
+        return bf16_solver_speedup() >= LEAST_BFLOAT16_SPEEDUP
     return is_nvidia(device) and capability(device) >= (8, 0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from sparsellm.runtime.alternatives import Computation, speedup
+from sparsellm.runtime.autotuning import Computation, speedup
 
 MIN_MULTIPLICATIONS = 1 << 21
 """Multiplications of a product from which oneDNN is used, those of 128 x 128 matrices. A call takes it 12 microseconds."""
@@ -27,7 +27,7 @@ LEAST_SPEEDUP = 1.2
 ONEDNN_PRODUCTS = "float32 products by oneDNN"
 """Name of the comparison with torch's."""
 
-BFLOAT16_SPEEDUP, BFLOAT16_NAME = 1.2, "matrix products in bfloat16"
+LEAST_BFLOAT16_SPEEDUP, BFLOAT16_IN_SOLVERS = 1.2, "matrix products in bfloat16"
 """Least speedup for which solvers multiply in bfloat16 on a CPU, and the name of that comparison with float32."""
 
 PRODUCT_TOKENS, PRODUCT_WIDTH = 256, 512
@@ -126,7 +126,7 @@ def onednn_speedup() -> float:
     return speedup(ONEDNN_PRODUCTS, make)
 
 
-def bf16_matmul_speedup() -> float:
+def bf16_solver_speedup() -> float:
     """How many times as fast a product of matrices is in bfloat16 as in float32 on this machine, one matrix being converted.
 
     Processors without such units take many times as long, and so do others where torch or oneDNN may not use them.
@@ -141,7 +141,7 @@ def bf16_matmul_speedup() -> float:
         rounded = right.bfloat16()
         return lambda: left @ right, lambda: torch.mm(left.bfloat16(), rounded).to(left.dtype)
 
-    return speedup(BFLOAT16_NAME, make)
+    return speedup(BFLOAT16_IN_SOLVERS, make)
 
 
 def uses_onednn() -> bool:

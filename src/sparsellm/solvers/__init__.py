@@ -1,4 +1,4 @@
-"""Solvers: each finds the pruned weight of one `LayerProblem`. One file per family."""
+"""Solvers: each finds the pruned weight of one `LayerProblem`. One file per algorithm."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsellm.solvers.scores import LayerSolver as LayerSolver
+    from sparsellm.solvers.problem import LayerSolver as LayerSolver
+    from sparsellm.solvers.problem import NonBlockingSolver as NonBlockingSolver
     from sparsellm.solvers.scores import Magnitude as Magnitude
-    from sparsellm.solvers.scores import NonBlockingSolver as NonBlockingSolver
     from sparsellm.solvers.scores import Wanda as Wanda
 
 __all__ = ["LayerSolver", "Magnitude", "NonBlockingSolver", "Wanda"]
@@ -18,4 +18,5 @@ def __getattr__(name: str) -> Any:
     """Import a solver on first access, so that `solvers.patterns` can be imported without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("sparsellm.solvers.scores"), name)
+    module = "problem" if name.endswith("Solver") else "scores"
+    return getattr(import_module(f"sparsellm.solvers.{module}"), name)

@@ -1,10 +1,11 @@
-"""`LayerProblem`: the optimisation problem that every solver solves."""
+"""`LayerProblem`, the optimisation problem that every solver solves, and the interface of solvers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -157,3 +158,40 @@ def relative_error(error: float, power: float) -> float:
 def is_finite_pair(error: float, power: float) -> bool:
     """Whether two energies are finite numbers."""
     return math.isfinite(error) and math.isfinite(power)
+
+
+@runtime_checkable
+class LayerSolver(Protocol):
+    """Interface of a solver: a frozen dataclass of plain numbers with these two members.
+
+    If a solver has a field `damping` and a factorisation fails, the driver retries with larger values and reports the one used.
+
+    Attributes:
+        needs: The class of input statistics that `solve` reads; the driver accumulates exactly this class.
+    """
+
+    needs: ClassVar[type[TokenCount]]
+
+    def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
+        """Compute the pruned weight without modifying `problem`.
+
+        Returns:
+            The weight, (out, in), zero where `pattern` removes and in `problem.pruned_mask`; masks of `problem.keep` do both.
+
+        Raises:
+            SingularGram: If a factorisation fails.
+        """
+        ...
+
+
+@runtime_checkable
+class NonBlockingSolver(LayerSolver, Protocol):
+    """A solver that can also run without a device synchronisation."""
+
+    def solve_async(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
+        """Like `solve`, but return success as a tensor instead of raising `SingularGram`.
+
+        Returns:
+            The weight, (out, in), and a bool tensor, (), True if every factorisation succeeded.
+        """
+        ...

@@ -9,7 +9,6 @@ from typing import Any
 
 from sparsellm.errors import CannotResume, InvalidSetting
 from sparsellm.pipeline.block_recovery import recovery_plan
-from sparsellm.pipeline.export import check_output
 from sparsellm.pipeline.fingerprint import NOT_DECISIVE
 from sparsellm.pipeline.inputs import changed_input, current_inputs
 from sparsellm.pipeline.loading import open_model
@@ -19,11 +18,12 @@ from sparsellm.pipeline.outputs import Output, read_finished, read_output
 from sparsellm.pipeline.publication import Paths
 from sparsellm.pipeline.quantization_file import read_scales
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import RecipeFields, RunFields
+from sparsellm.pipeline.recipe_fields import RecipeFields, RunFields, fields_with
 from sparsellm.pipeline.recipe_file import validated
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import PrunedReport, Report
 from sparsellm.pipeline.results import STAGE_STATES, GradualResult, StageResult
+from sparsellm.pipeline.saving import check_output
 from sparsellm.solvers.patterns import Unstructured, parse_pattern
 from sparsellm.texts.paths import local_path
 
@@ -33,7 +33,7 @@ STAGES, MOST_STAGES = 4, 999
 SURPLUS = 1e-3
 """Fraction of weights by which a checkpoint may be sparser than `from`: some weights are zero in the dense model already."""
 
-OF_RECOVERY = ("model", "revision", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
+OF_RECOVERY = ("model", "revision", *fields_with("measured"))
 """Recipe fields that the pruning runs do not take from the recovery: each stage is measured when it is recovered."""
 
 OF_STAGE = ("sparsity", "keep_zeros", "values", "group_size")

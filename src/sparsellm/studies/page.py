@@ -17,7 +17,6 @@ from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import plural
 from sparsellm.pipeline.costliest_layers import worst_layers_table
 from sparsellm.pipeline.early_checks import check_results
-from sparsellm.pipeline.export import Result
 from sparsellm.pipeline.output_folder import REPORT, is_sweep
 from sparsellm.pipeline.publication import Paths, local_files
 from sparsellm.pipeline.recipe import Recipe
@@ -25,6 +24,7 @@ from sparsellm.pipeline.recipe_fields import without_defaults
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.removed import asks_for_removed
 from sparsellm.pipeline.report import Report, read_report
+from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.pipeline.zeros_before import counts
 from sparsellm.studies.commands import exclude_options, report_command, run_command, setting_name, sweep_command, sweep_yaml

@@ -165,19 +165,19 @@ def convergence(blocks: Sequence[BlockResult]) -> Plot | None:
 
 
 def where_time_went(report: Report) -> Plot | None:
-    """Seconds of each phase, and peak memory of the process; None if no phase was timed."""
-    phases = sorted(((name, x) for name, x in report.seconds.items() if name != "total"), key=lambda phase: -phase[1])
-    if not phases:
+    """Seconds of each stage, and peak memory of the process; None if no stage was timed."""
+    stages = sorted(((name, x) for name, x in report.seconds.items() if name != "total"), key=lambda stage: -stage[1])
+    if not stages:
         return None
-    total = sum(seconds for _, seconds in phases) or 1.0
-    rows = [[name, f"{seconds:.1f}", f"{100 * seconds / total:.0f} %"] for name, seconds in phases]
+    total = sum(seconds for _, seconds in stages) or 1.0
+    rows = [[name, f"{seconds:.1f}", f"{100 * seconds / total:.0f} %"] for name, seconds in stages]
     peak = report.peak_memory_bytes
     memory = f" Peak memory of the process: {peak / 2**30:.2f} GiB." if peak else ""
     text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}"
     if report.gradual:
         text = f"All stages took {report.gradual.seconds:.1f} seconds. In the recovery of the last: {text}"
-    figure = bar_figure([name for name, _ in phases], [seconds for _, seconds in phases])
-    return Plot("time", "Time and memory", text, ["phase", "seconds", "share"], rows, figure)
+    figure = bar_figure([name for name, _ in stages], [seconds for _, seconds in stages])
+    return Plot("time", "Time and memory", text, ["stage", "seconds", "share"], rows, figure)
 
 
 def training_curves(report: Report) -> Plot | None:

@@ -15,7 +15,6 @@ from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage, add_note
-from sparsellm.pipeline.export import Result, claimed
 from sparsellm.pipeline.fingerprint import DenseCache, environment, model_fingerprint
 from sparsellm.pipeline.inputs import SameInputs, run_inputs
 from sparsellm.pipeline.journal import JOURNAL
@@ -25,6 +24,7 @@ from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import validated
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.results import Point, SearchResult
+from sparsellm.pipeline.saving import Result, claimed
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
@@ -63,7 +63,7 @@ class Search:
 def bisect(is_met: Callable[[int], bool], count: int) -> int:
     """The largest of the numbers 1 to `count` that meets a target, if all smaller ones do and no larger one does; 0 for none.
 
-    If the order is not strict, the number meets the target, and the next one, if there is one, does not.
+    Otherwise, the number that is returned meets the target, and the one after it, if there is one, does not.
     """
     low, high = 0, count + 1
     while high - low > 1:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from sparsellm.errors import CannotResume, OutputExists
 from sparsellm.pipeline.events import WRITING, NextRun, Observer, Stage
-from sparsellm.pipeline.export import check_output
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.inputs import Inputs, SameInputs, check_kept
 from sparsellm.pipeline.journal import JOURNAL
@@ -22,6 +21,7 @@ from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run import RunArguments
+from sparsellm.pipeline.saving import check_output
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.runtime import collectives
 from sparsellm.studies.gradual import GradualPruning

@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage
-from sparsellm.pipeline.export import Result, check_output
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.inputs import OF_THE_MACHINE, Inputs, OtherContents, changed_input
 from sparsellm.pipeline.output_folder import SWEEP, is_sweep
@@ -29,6 +28,7 @@ from sparsellm.pipeline.output_lock import refuse_links
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.saving import Result, check_output
 from sparsellm.pipeline.wording import worded
 from sparsellm.pipeline.workspace import work_directory
 from sparsellm.studies.sweep_cells import Cell, Sweep

@@ -43,7 +43,7 @@ def refine_block(
     keep: Mapping[str, Tensor],
     *,
     names: Sequence[str],
-    metric: Tensor | None,
+    fisher: Tensor | None,
     adam: MaskedAdam,
     scales: Mapping[str, Scales] | None = None,
     store: TrainingStore | None = None,
@@ -58,7 +58,7 @@ def refine_block(
         inputs: The activations at the block, with a dense stream.
         keep: Masks by layer name, (out, in).
         names: Names of the trained parameters, within the block.
-        metric: F, (model, model), positive semi-definite; None for the identity.
+        fisher: F, (model, model), positive semi-definite; None for the identity.
         scales: By full name of a rounded layer, its scales, which are trained with its integers.
         store: As for `MaskedAdam.run`.
 
@@ -72,7 +72,7 @@ def refine_block(
     targets = inputs.dense
     if targets is None:
         raise TypeError("There is no dense stream: ask for one with needs_dense_stream=True.")
-    root = None if metric is None else _square_root(metric)
+    root = None if fisher is None else _square_root(fisher)
     energy = torch.tensor(sum(float(_apply_root(root, state.float()).square().sum()) for state in targets), dtype=torch.float64)
     collectives.all_reduce_(energy)
     longest = max(length for _, length in inputs.shapes)
@@ -114,13 +114,13 @@ def _group_batches(sizes: Sequence[float], step: int) -> list[list[int]]:
     return groups
 
 
-def _square_root(metric: Tensor) -> Tensor:
+def _square_root(fisher: Tensor) -> Tensor:
     """L with F = L Lᵀ for a positive semi-definite F; eigenvalues are at least a thousandth of their mean."""
-    eigenvalues, vectors = eigh(metric)
+    eigenvalues, vectors = eigh(fisher)
     root: Tensor = vectors * eigenvalues.clamp(min=1e-3 * float(eigenvalues.mean())).sqrt()
     return root
 
 
 def _apply_root(root: Tensor | None, states: Tensor) -> Tensor:
-    """Hidden states, (..., model), times the root of the metric, if there is one."""
+    """Hidden states, (..., model), times the root of F, if there is one."""
     return states if root is None else states @ root

@@ -10,7 +10,7 @@ from sparsellm.formats import kernels, linear
 @pytest.fixture(autouse=True)
 def _kernels_multiply_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """All threads work on small matrices too."""
-    monkeypatch.setattr(kernels, "most_tokens", lambda dtype: kernels.MAX_TOKENS)
+    monkeypatch.setattr(kernels, "is_faster", lambda tokens, dtype: True)
     monkeypatch.setattr(kernels, "least_for_threads", lambda: 0)
     for module in (kernels, linear):
-        monkeypatch.setattr(module, "most_dense_tokens", lambda: kernels.DENSE_TOKENS[0])
+        monkeypatch.setattr(module, "is_faster_dense", lambda tokens: True)

@@ -161,7 +161,7 @@ int main(void) {
     for (int set = 0; set < INSTRUCTION_SETS; set++) {
         if (!(sets >> set & 1)) continue;
         for (at_end = 0; at_end < 2; at_end++)
-            for (int tokens = 1; tokens <= MAX_TOKENS; tokens++)
+            for (int tokens = 1; tokens <= PASS_TOKENS; tokens++)
                 for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
                     for (int x_dtype = FLOAT32; x_dtype <= BFLOAT16; x_dtype++) {
                         for (int dtype = FLOAT32; dtype <= FLOAT16; dtype++)

@@ -37,7 +37,7 @@ def test_storing_takes_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest
         clock[0] += 2
         stored[0] += 1
 
-    monkeypatch.setattr(journal, "replace", replace)
+    monkeypatch.setattr(journal, "store_latest", replace)
     store = JournalStore(journal)
     for number in range(10):  # the trainings of ten blocks
         store.begin(f"block {number}")

@@ -19,7 +19,8 @@ SECONDS = 0.25
 """Time of a measurement, after its first rounds."""
 
 ROUNDS = 4
-"""Least number of rounds of a measurement, besides the first one. In twice its time two are enough: one of the two is slow."""
+"""Least number of rounds of a measurement, besides the first one; two, where a round is so slow that two of them take twice
+`SECONDS`."""
 
 STEADY = 1.1
 """Largest quotient of the shortest times in two halves of a measurement that is kept. It is about 1.02 on an idle machine, and

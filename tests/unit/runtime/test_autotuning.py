@@ -15,8 +15,8 @@ import torch
 from sparsellm.models.sparse_matmul import max_density
 from sparsellm.pipeline import machine_cache
 from sparsellm.pipeline.machine_cache import use_cache
-from sparsellm.runtime import alternatives, products
-from sparsellm.runtime.alternatives import adopt, forget, known, measure_speedup, speedup, unsteady
+from sparsellm.runtime import autotuning, products
+from sparsellm.runtime.autotuning import adopt, forget, known, measure_speedup, speedup, unsteady
 
 NAME = "a product of another kind"
 
@@ -24,7 +24,7 @@ NAME = "a product of another kind"
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of this test's own cache."""
-    monkeypatch.setattr(alternatives, "store", None)  # what it was is set again at the end
+    monkeypatch.setattr(autotuning, "store", None)  # what it was is set again at the end
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_cache()
     forget()
@@ -38,7 +38,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
     numbers = itertools.count(1)
 
     def another_process(*, steady: bool = True) -> float:
-        monkeypatch.setattr(alternatives, "measure_speedup", lambda *_: (float(next(numbers)), steady))
+        monkeypatch.setattr(autotuning, "measure_speedup", lambda *_: (float(next(numbers)), steady))
         forget()
         return speedup(NAME, lambda: (lambda: None, lambda: None))
 
@@ -48,7 +48,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
 def test_a_machine_is_measured_once(ask: Callable[..., float], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes read the file; another processor, number of threads or version is measured anew."""
     assert [ask(), ask()] == [1, 1]
-    for module, name in ((torch, "get_num_threads"), (alternatives, "processor")):
+    for module, name in ((torch, "get_num_threads"), (autotuning, "processor")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda: 77)
             assert ask() > 1
@@ -86,7 +86,7 @@ def test_what_was_measured_under_load_is_told_and_not_kept(ask: Callable[..., fl
 
 def test_it_can_be_kept_all_the_same(ask: Callable[..., float]) -> None:
     ask(steady=False)
-    alternatives.keep()
+    autotuning.keep()
     assert not unsteady()
     assert ask() == 1
 
@@ -103,7 +103,7 @@ def test_a_user_without_a_home_folder(ask: Callable[..., float], monkeypatch: py
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", missing)
     use_cache()
-    assert alternatives.store is None
+    assert autotuning.store is None
     assert [ask(), ask()] == [1, 2]
 
 
@@ -123,7 +123,7 @@ def test_two_at_a_time_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.2)
         return 2.0, True
 
-    monkeypatch.setattr(alternatives, "measure_speedup", slowly)
+    monkeypatch.setattr(autotuning, "measure_speedup", slowly)
     found: list[float] = []
     threads = [threading.Thread(target=lambda: found.append(speedup(NAME, lambda: (int, int)))) for _ in range(2)]
     for thread in threads:
@@ -144,7 +144,7 @@ def test_a_measurement_may_need_another_one() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], Callable[[], None]]:
     """Makes computations that take given seconds by a clock of the test, and a tenth of a second from then on."""
     now = [0.0]
-    monkeypatch.setattr(alternatives.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(autotuning.time, "perf_counter", lambda: now[0])
 
     def computation(seconds: list[float]) -> Callable[[], None]:
         left = iter(seconds)

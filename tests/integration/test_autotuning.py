@@ -21,7 +21,7 @@ from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import matmul_of, max_density
 from sparsellm.pipeline import compute_dtype, startup
 from sparsellm.pipeline.journal import Journal
-from sparsellm.runtime import alternatives, devices, products
+from sparsellm.runtime import autotuning, devices, products
 from sparsellm.runtime.native import load_library
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def adopted() -> Iterator[None]:
     """Forgets what a test adopted."""
     yield
-    alternatives.forget()
+    autotuning.forget()
 
 
 def test_a_run_says_what_was_chosen(tiny: dict[str, Path], text_file: Path) -> None:
@@ -40,16 +40,16 @@ def test_a_run_says_what_was_chosen(tiny: dict[str, Path], text_file: Path) -> N
     assert environment["float32 products"] == ("oneDNN" if products.uses_onednn() else "torch")
     assert environment["products in solvers"] == ("bfloat16" if devices.multiplies_bfloat16(CPU) else "float32")
     assert environment["zeros are skipped"] == f"from {100 * (1 - max_density()):.0f} % zeros on"
-    alternatives.adopt({"float32 products that skip zeros": 0.88, compute_dtype.BFLOAT16_PASSES: 9.0})  # by a resumed run
+    autotuning.adopt({"float32 products that skip zeros": 0.88, compute_dtype.BFLOAT16_IN_PASSES: 9.0})  # by a resumed run
     again = sparsellm.prune(tiny["opt"], "wanda", "50%", **settings).report.environment
     assert again["zeros are skipped"] == environment["zeros are skipped"] != "from 80 % zeros on"
-    assert compute_dtype.bf16_speedup(CPU) != 9.0
+    assert compute_dtype.bf16_pass_speedup(CPU) != 9.0
 
 
 def test_what_a_cpu_chose_says_nothing_of_a_gpu() -> None:
-    alternatives.adopt({"a product": 3.0})
-    assert alternatives.speedup("a product", None) == 3.0
-    measured = alternatives.speedup("a product", lambda: (lambda: time.sleep(2e-3), lambda: None), "a GPU")
+    autotuning.adopt({"a product": 3.0})
+    assert autotuning.speedup("a product", None) == 3.0
+    measured = autotuning.speedup("a product", lambda: (lambda: time.sleep(2e-3), lambda: None), "a GPU")
     assert measured != 3.0
 
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_keeps_what_its_machine_chose(tmp_path: Path) -> None:
         "matrix products in bfloat16": 0.01,
     }
     Journal.begin(tmp_path, {}).store_fact("speedups", begun)
-    resumed = startup._agree_on_alternatives(None, Journal.resume(tmp_path, {}).share())
+    resumed = startup._agree_on_speedups(None, Journal.resume(tmp_path, {}).share())
     assert resumed == {
         "float32 products": "oneDNN",
         "zeros are skipped": "from 80 % zeros on",
@@ -73,15 +73,15 @@ def test_a_resumed_run_keeps_what_its_machine_chose(tmp_path: Path) -> None:
 
 def test_other_processes_take_the_choice_of_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They measure nothing."""
-    monkeypatch.setattr(startup, "_measure_alternatives", None)
+    monkeypatch.setattr(startup, "_measure_speedups", None)
     monkeypatch.setattr(startup.collectives, "is_main", lambda: False)
     monkeypatch.setattr(startup.collectives, "broadcast_object", lambda value: {"float32 products that skip zeros": 0.88})
-    assert startup._agree_on_alternatives(None, None)["zeros are skipped"] == "from 80 % zeros on"
+    assert startup._agree_on_speedups(None, None)["zeros are skipped"] == "from 80 % zeros on"
 
 
 def test_a_choice_under_load_is_noted(tiny: dict[str, Path], text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = [products.ONEDNN_PRODUCTS, "packed products, bfloat16, avx2"]  # a run multiplies nothing packed
-    monkeypatch.setattr(alternatives, "unsteady", lambda: measured)
+    monkeypatch.setattr(autotuning, "unsteady", lambda: measured)
     settings = {"calibration": str(text_file), "samples": 4, "sequence_length": 32}
     notes = sparsellm.prune(tiny["opt"], "wanda", "50%", **settings).report.notes
     told = [note for note in notes if "other programs were at work" in note]
@@ -120,10 +120,10 @@ def test_another_instruction_set_where_it_is_clearly_faster(
     speedup: float, chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the one that the processor's flags promise most of, and not by noise; the same product."""
-    monkeypatch.setattr(alternatives, "measure_speedup", lambda *_: (speedup, False))
-    monkeypatch.setattr(alternatives, "store", None)
+    monkeypatch.setattr(autotuning, "measure_speedup", lambda *_: (speedup, False))
+    monkeypatch.setattr(autotuning, "store", None)
     monkeypatch.setattr(kernels, "load_kernels", lambda: library)
-    alternatives.forget()
+    autotuning.forget()
     library = Library(load_library())
     assert kernels.instruction_set() == kernels.instruction_sets()[chosen]
     weight, x = normal(64, 128).bfloat16(), normal(1, 128).bfloat16()
@@ -137,27 +137,29 @@ def test_small_matrices_are_for_one_thread(gain: float, least: float, monkeypatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(kernels, "fastest_kernels", object)
     monkeypatch.setattr(kernels, "instruction_set", lambda: "avx2")
-    alternatives.adopt({"packed products by all threads, avx2": gain})
+    autotuning.adopt({"packed products by all threads, avx2": gain})
     assert kernels.least_for_threads() == pytest.approx(least * elements)
 
 
 @pytest.mark.parametrize(("speedup", "used"), [(0.03, False), (2.0, True)])
 def test_solvers_round_where_that_is_faster(speedup: float, used: bool) -> None:
     """Not where the processor has the instructions and torch may not use them, as with ONEDNN_MAX_CPU_ISA=AVX2."""
-    alternatives.adopt({products.BFLOAT16_NAME: speedup})
+    autotuning.adopt({products.BFLOAT16_IN_SOLVERS: speedup})
     assert devices.multiplies_bfloat16(CPU) is used
 
 
 @pytest.mark.skipif(not kernels.instruction_set(), reason="no kernels are compiled")
-@pytest.mark.parametrize(("most", "decoded"), [(16, [17]), (8, [9, 17]), (1, [4, 9, 17]), (0, [1, 4, 9, 17])])
-def test_as_many_tokens_as_the_kernel_is_faster_with(most: int, decoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured decides which of the two multiplies; it is the same product."""
+@pytest.mark.parametrize(("faster", "decoded"), [((1, 4, 8, 16), [17]), ((1, 4), [5, 9, 17]), ((8,), [1, 4, 9, 17])])
+def test_the_numbers_of_tokens_that_the_kernel_is_faster_with(
+    faster: tuple[int, ...], decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured with the next larger number decides which of the two multiplies; it is the same product."""
     weight, called = normal(64, 128).bfloat16(), []
     tiles, used = kernels._multiply_tiles, kernels.instruction_set()
     names = {count: kernels._comparison("packed products", count, torch.bfloat16, used) for count in kernels.PACKED_TOKENS}
     monkeypatch.setattr(kernels, "_multiply_tiles", lambda *parts: called.append(len(parts[0])) or tiles(*parts))
-    alternatives.adopt({name: 1.1 if count <= most else 0.9 for count, name in names.items()})
-    for tokens in (1, 4, 9, 17):
+    autotuning.adopt({name: 1.1 if count in faster else 0.9 for count, name in names.items()})
+    for tokens in (1, 4, 5, 9, 17):
         x = normal(tokens, 128).bfloat16()
         torch.testing.assert_close(kernels.packed_matmul(x, Bitmask.from_dense(weight)), x @ weight.T, rtol=2e-2, atol=0.1)
     assert called == decoded
@@ -170,7 +172,7 @@ def test_no_choice_is_slower_than_what_it_replaces(rows: int, columns: int) -> N
     for number, (usual, chosen) in enumerate(products_of(rows, columns, 1024)):
         found = []
         for _ in range(8):
-            found.append(alternatives.measure_speedup(usual, chosen)[0])
+            found.append(autotuning.measure_speedup(usual, chosen)[0])
             if found[-1] > 1 / 1.1:
                 break
         assert found[-1] > 1 / 1.1, (number, found)
