@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
@@ -66,23 +67,34 @@ def tables() -> list[str]:
 
 
 def race_table(depth: int = 12, file: Path = FILE) -> list[str]:
-    """The race on so many blocks: medians, ratios within each round, and what the operations alone would take."""
+    """The races on so many blocks, one for each number of threads: medians, and ratios within each round."""
     known = {"memory": {}} | json.loads(file.read_text())
-    race, rounds = next((key, rounds) for key, rounds in known["race"].items() if _depth(key) == depth)
-    shape, blocks, windows, _ = race.split(" | ")
+    lines: list[str] = []
+    for race, rounds in known["race"].items():
+        if _depth(race) == depth and not race.startswith(WIDE):
+            lines += ["", *_race_lines(race, rounds, known["memory"], known["machine"])]
+    return lines[1:]
+
+
+def _race_lines(
+    race: str, rounds: Mapping[str, list[dict[str, float]]], memory: Mapping[str, float], machine: str
+) -> list[str]:
+    """The table of one race."""
+    shape, blocks, windows, threads = race.split(" | ")
     best = rounds[best_peer(rounds)]
     largest = max(each["memory"] for each in best)
     prefix, rows = f"{shape} | {blocks} | {windows} | ", []
     for name, some in rounds.items():
         ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        held = known["memory"].get(prefix + name) or max(each["memory"] for each in some)
+        held = memory.get(prefix + name) or max(each["memory"] for each in some)
         spent = statistics.median(each["seconds"] for each in some)
         rows.append([name, str(len(some)), f"{spent:.1f}", spread, f"{held / 1e9:.2f} GB", f"{held / largest:.2f}"])
-    for key, held in known["memory"].items():
+    for key, held in memory.items():
         if key.startswith(prefix) and (name := key.removeprefix(prefix)) not in rounds:
             rows.append([name, "", "", "", f"{held / 1e9:.2f} GB", f"{held / largest:.2f}"])
-    title = f"{shape}, {blocks} blocks, {windows} samples of {LENGTH} tokens, {known['machine']}:"
+    used = re.sub(r"\d+ threads?", f"{threads} thread{'s' if threads != '1' else ''}", machine)
+    title = f"{shape}, {blocks} blocks, {windows} samples of {LENGTH} tokens, {used}:"
     head = ["", "rounds", "seconds", "over llm-compressor's best", "peak memory", "over its"]
     return [title, "", *markdown_table(head, rows)]
 
