@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf_models
 import torch
 from gptq import GPTQ, Compensated, Grid, RoundToNearest
 from measuring import MEASURED, read_figures, record
@@ -234,10 +235,8 @@ def llama_cpp_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
     config = task.source().config
     if config.model_type != "llama" or config.hidden_size % 256:
         return
-    try:
-        import gguf_models
-    except ImportError as error:
-        print(f"llama.cpp is left out: {error}", file=sys.stderr)
+    if gguf_models.missing:
+        print(gguf_models.missing, file=sys.stderr)
         return
 
     def converted(kind: str, weighted: bool) -> tuple[float, float]:

@@ -44,7 +44,8 @@ from sparsellm.pipeline.decoding import (
     with_own_kernel,
 )
 
-FILES = tuple(MEASURED / f"decode-{name}.json" for name in ("avx512_bf16", "avx2"))
+FILES = sorted(MEASURED.glob("decode-*.json"), reverse=True)
+"""A file for each instruction set."""
 SPARSITIES = (0.5, 0.7, 0.9)
 BATCHES, THREADS = (1, 4), (1, 2)
 PROMPT, TOKENS, ROUNDS = 8, 12, 3

@@ -1,4 +1,4 @@
-"""Llama models as GGUF files, and what llama.cpp predicts with them; for bits.py and llama_cpp_race.py.
+"""Llama models as GGUF files, and what llama.cpp predicts with them; part of `python benchmarks/bits.py` and decode.py.
 
 pip install llama-cpp-python gguf
 """
@@ -12,13 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gguf
-import llama_cpp
 import numpy as np
 import torch
-from gguf.quants import quantize as encoded
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
+
+try:
+    import gguf
+    import llama_cpp
+except ImportError as error:
+    gguf = llama_cpp = None
+    missing: str = f"llama.cpp is left out: {error}"
+else:
+    missing = ""
+    SILENT = llama_cpp.llama_log_callback(lambda *_: None)  # called for each line of the log; it must not be freed
+    llama_cpp.llama_log_set(SILENT, None)
+    llama_cpp.llama_backend_init()
 
 WHOLE = "BF16"
 TYPES = (WHOLE, "Q8_0", "Q4_0", "Q4_K_M", "Q2_K")
@@ -41,19 +50,16 @@ NAMES = {
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
-SILENT = llama_cpp.llama_log_callback(lambda *_: None)
-"""What llama.cpp calls for each line of its log; it must not be freed."""
-
-llama_cpp.llama_log_set(SILENT, None)
-llama_cpp.llama_backend_init()
-
-
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """Context with a file that llama.cpp has opened."""
     model = llama_cpp.llama_model_load_from_file(bytes(file), llama_cpp.llama_model_default_params())
-    yield model
-    llama_cpp.llama_model_free(model)
+    if not model:
+        raise RuntimeError(f"llama.cpp could not read {file}")
+    try:
+        yield model
+    finally:
+        llama_cpp.llama_model_free(model)
 
 
 def write(model: Any, file: Path) -> None:
@@ -84,7 +90,7 @@ def write(model: Any, file: Path) -> None:
         matrices |= {f"blk.{number}.{name}": as_stored(block.get_submodule(path), path, config) for path, name in NAMES.items()}
         vectors |= {f"blk.{number}.{name}": block.get_submodule(path).weight for path, name in NORMS.items()}
     for name, matrix in matrices.items():
-        writer.add_tensor(f"{name}.weight", encoded(matrix.detach().float().numpy(), kind), raw_dtype=kind)
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(matrix.detach().float().numpy(), kind), raw_dtype=kind)
     for name, vector in vectors.items():
         writer.add_tensor(f"{name}.weight", vector.detach().float().numpy())
     writer.write_header_to_file()

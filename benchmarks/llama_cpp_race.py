@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gguf_models
 import torch
 from torch import Tensor
 
@@ -23,11 +24,8 @@ def measure(model: Any, folder: Path, threads: Sequence[int], *, batches: Sequen
 
     Empty without llama-cpp-python and gguf.
     """
-    try:
-        import gguf_models
-        import llama_cpp
-    except ImportError as error:
-        print(f"llama.cpp is left out: {error}", file=sys.stderr)
+    if gguf_models.missing:
+        print(gguf_models.missing, file=sys.stderr)
         return []
     weights, speeds = step_weights(model), []
     whole = folder / f"{gguf_models.WHOLE}.gguf"
@@ -40,7 +38,7 @@ def measure(model: Any, folder: Path, threads: Sequence[int], *, batches: Sequen
             for count in threads:
                 for batch in batches:
                     torch.set_num_threads(count)
-                    seconds, reads = decode(llama_cpp, loaded, weights, threads=count, batch=batch, tokens=tokens)
+                    seconds, reads = decode(gguf_models.llama_cpp, loaded, weights, threads=count, batch=batch, tokens=tokens)
                     speeds.append({"form": f"llama.cpp {kind}", "threads": count, "batch": batch})
                     speeds[-1] |= {
                         "decode": batch * tokens / seconds,

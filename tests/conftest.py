@@ -41,16 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[CACHE] = tempfile.mkdtemp(prefix="sparsellm-tests-")
     import torch
 
+    from sparsellm.checkpoints.machine_cache import use_cache
     from sparsellm.formats import kernels
     from sparsellm.models.sparse_matmul import max_density
     from sparsellm.pipeline.compute_dtype import bf16_pass_speedup
-    from sparsellm.pipeline.machine_cache import use_cache
     from sparsellm.runtime import autotuning
     from sparsellm.runtime.products import bf16_solver_speedup, onednn_speedup
 
     use_cache()
     onednn_speedup(), bf16_solver_speedup(), max_density(), max_density(torch.bfloat16), bf16_pass_speedup(torch.device("cpu"))
-    [kernels.is_faster(count, torch.bfloat16) for count in kernels.PACKED_TOKENS]
+    [kernels.is_faster(count, dtype) for count in kernels.PACKED_TOKENS for dtype in (torch.bfloat16, torch.float32)]
     [kernels.is_faster_dense(count) for count in kernels.DENSE_TOKENS]
     autotuning.keep()
 

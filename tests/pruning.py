@@ -42,7 +42,7 @@ def prune_blocks(
     compute: torch.dtype | None = None,
     **settings: Any,
 ) -> Iterator[Step]:
-    """`sparsellm.pipeline.sequential.prune_blocks`, or `recover_blocks`, with the fisher that the method needs."""
+    """`sparsellm.pipeline.sequential.prune_blocks`, or `recover_blocks`, with F if the method needs it."""
     fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
     one = loaded(model, compute, **fields)
     if method.needs_fisher and plan and "fisher" not in settings:

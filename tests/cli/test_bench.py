@@ -32,6 +32,7 @@ def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(packed_transformers, "load", packed_model)
     monkeypatch.setattr("sparsellm.runtime.memory.cache_bytes", lambda: None)
     monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
+    monkeypatch.setattr(kernels, "instruction_sets", lambda: ["avx512"])
     monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)
     monkeypatch.setattr(memory_reads, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
     return str(tiny["opt"])
@@ -144,6 +145,7 @@ def test_edited_speeds_are_one_message(edit: dict[str, object], outputs: dict[st
 
 def test_without_a_kernel_it_says_so(folder: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "instruction_set", lambda: None)
+    monkeypatch.setattr(kernels, "instruction_sets", list)
     done = command("bench", folder, "--batch", "1", "--tokens", "2")
     assert KERNEL not in done.stdout
     assert "note: no kernel is installed" in done.stderr

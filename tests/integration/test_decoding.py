@@ -138,7 +138,7 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
 
     monkeypatch.setattr(linear, "dense_matmul", dense_matmul)
     monkeypatch.setattr(linear, "is_faster_dense", lambda tokens: tokens == 4)
-    monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
+    monkeypatch.setattr(kernels, "instruction_sets", lambda: ["avx512"])
     model = AutoModelForCausalLM.from_pretrained(tiny["opt"], dtype=torch.bfloat16).eval()
     copied, layers = with_own_kernel(model), sum(isinstance(module, nn.Linear) for module in model.modules())
     assert copied is not None
@@ -146,9 +146,16 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
         calls.clear()
         with torch.no_grad():
             logits = copied(torch.arange(tokens)[None]).logits
-            assert calls == ([tokens] * layers if tokens == 4 else [])
+            assert calls == ([tokens] * layers if tokens <= linear.DENSE_TOKENS[-1] else [])
             torch.testing.assert_close(logits, model(torch.arange(tokens)[None]).logits, rtol=0.02, atol=0.02)
+    head = copied.get_output_embeddings()
+    head.by_kernel = False  # as in a packed model: where the kernel was measured to be faster
+    for tokens, count in ((4, 1), (5, 0)):
+        calls.clear()
+        with torch.no_grad():
+            head(torch.ones(tokens, head.in_features, dtype=torch.bfloat16))
+        assert len(calls) == count
     assert weight_bytes(copied) == weight_bytes(model)
     assert with_own_kernel(AutoModelForCausalLM.from_pretrained(tiny["llama"], dtype=torch.float32)) is None
-    monkeypatch.setattr(kernels, "instruction_set", lambda: None)
+    monkeypatch.setattr(kernels, "instruction_sets", list)
     assert with_own_kernel(model) is None

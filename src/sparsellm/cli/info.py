@@ -59,10 +59,10 @@ def _examine() -> dict[str, Any]:
     import psutil
     import torch
 
+    from sparsellm.checkpoints.machine_cache import use_cache
     from sparsellm.formats import kernels, memory_reads
     from sparsellm.models.sparse_matmul import max_density
     from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_pass_speedup
-    from sparsellm.pipeline.machine_cache import use_cache
     from sparsellm.pipeline.recipe_fields import METHODS
     from sparsellm.runtime import autotuning, devices
     from sparsellm.runtime.products import bf16_solver_speedup, onednn_speedup, uses_onednn
@@ -149,7 +149,7 @@ def _choices(found: dict[str, Any]) -> list[list[str]]:
         ["bfloat16, solvers", _chosen(solvers["bfloat16_speedup"], "float32", used=solvers["bfloat16_used"])],
         ["float32, oneDNN", _chosen(full["onednn_speedup"], "torch's own", used=full["onednn_used"])],
         ["zeros in products", f"skipped from {100 * (1 - density):.0f} % zeros on" if density else "not skipped"],
-        *([["packed weights", f"multiplied by kernels for {_counted(packed['tokens'])}, else decoded"]] if kernels else []),
+        *([["packed weights", f"multiplied by kernels for {_counted(packed['tokens'])}"]] if kernels else []),
         *([["dense heads", f"multiplied by kernels for {_counted(packed['dense_tokens'])}"]] if kernels else []),
         *([["threads of kernels", all_threads]] if kernels and found["threads"] > 1 else []),
         *(["not kept", f"{name}: measured under load"] for name in found["unsteady"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -36,7 +37,8 @@ TILE = 2**20
 def packed_matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
     """Multiply tokens by a matrix: x Wᵀ + bias, with sums in float32.
 
-    The bits of the result do not depend on the number of threads. With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
+    The bits of a product by the kernels do not depend on the number of threads; whether they multiply, and by which instruction
+    set, may (`is_faster`, `fastest_kernels`). With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
 
     Up to `MAX_TOKENS` tokens are multiplied by the integers of a quantized matrix, and their sums by its scales. With AVX-512
     or Arm's dot products, x is rounded for this to multiples of 2^-22 times a power of two above all numbers of the token:
@@ -130,13 +132,12 @@ def multiply(
     if bias is not None and (bias.shape != (rows,) or bias.device != x.device):
         raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
-    library = fastest_kernels()
-    can = 0 < tokens <= MAX_TOKENS and x.is_cpu
+    library = fastest_kernels() if 0 < tokens <= MAX_TOKENS and x.is_cpu else None
     # Integers stay with the kernel: the other way rounds their products with the scales.
-    if library is None or not can or (scales is None and not is_faster(tokens, values.dtype)):
+    if library is None or (scales is None and not is_faster(tokens, values.dtype)):
         return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
     parts = _addresses((mask, values, row_starts), scales, group_size)
-    return _call(library, x, parts, shape=(rows, columns), threads=threads_for(rows * columns), bias=bias)
+    return _call(library, x, parts, shape=(rows, columns), threads=threads_for(rows * columns * tokens), bias=bias)
 
 
 def fastest_kernels() -> Library | None:
@@ -182,13 +183,13 @@ def _fastest_set(library: Library) -> str:
     """Measure which instruction set multiplies a packed token fastest; the preferred one, unless another is clearly faster."""
     *others, best = [name for name in library.names if name != "portable"] or ["portable"]
 
-    def make(other: str, preferred: str) -> tuple[Computation, Computation]:
+    def make(*names: str) -> tuple[Computation, Computation]:
         x, weight = _drawn(torch.bfloat16, 1)
-        return lambda: multiply_by(preferred, x, weight), lambda: multiply_by(other, x, weight)
-
-    def multiply_by(name: str, x: Tensor, weight: Bitmask) -> None:
-        library.use(name)
-        _call_packed(library, x, weight, torch.get_num_threads())
+        other, preferred = copy.copy(library), copy.copy(library)  # another thread may multiply meanwhile
+        for tried, name in zip((other, preferred), names, strict=True):
+            tried.use(name)
+        threads = torch.get_num_threads()
+        return partial(_call_packed, preferred, x, weight, threads), partial(_call_packed, other, x, weight, threads)
 
     for name in reversed(others):
         if speedup(f"packed products by {name}, beside {best}", partial(make, name, best)) > CLEARLY:
@@ -252,9 +253,9 @@ def _comparison(kind: str, count: int, dtype: torch.dtype, used: str | None) -> 
     return f"{kind} of {plural(count, 'token')}, {dtype_name(dtype)}, {used}"
 
 
-def threads_for(weights: int) -> int:
-    """Return how many threads multiply a token by a matrix of so many elements: torch's, or one where that takes less time."""
-    return torch.get_num_threads() if weights >= least_for_threads() else 1
+def threads_for(products: int) -> int:
+    """Return how many threads compute so many products of a token and a weight: torch's, or one where that takes less time."""
+    return torch.get_num_threads() if products >= least_for_threads() else 1
 
 
 def least_for_threads() -> float:
@@ -272,7 +273,7 @@ def least_for_threads() -> float:
         x, weight = _drawn(torch.bfloat16, 1, SMALL)
         return partial(_call_packed, library, x, weight, 1), partial(_call_packed, library, x, weight, threads)
 
-    gain = speedup(f"packed products by all threads, {instruction_set()}", make)
+    gain = speedup(f"packed products by {threads} threads, {instruction_set()}", make)
     return SMALL[0] * SMALL[1] * (1 / gain - 1 / threads) / (1 - 1 / threads)
 
 
@@ -303,7 +304,7 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
     if library is None or len(x) > MAX_TOKENS or not (x.is_cpu and is_aligned(weight)):
         return (x @ weight.to(x.dtype).T).to(x.dtype)
     check_tensor("The dense weight", weight, (torch.bfloat16,), (rows, x.shape[-1]), device=x.device)
-    return _call_dense(library, x, weight, threads_for(rows * columns))
+    return _call_dense(library, x, weight, threads_for(rows * columns * len(x)))
 
 
 def decode_rows(
@@ -330,7 +331,7 @@ def decode_rows(
         InvalidSetting: The rows, the dtype or `out` do not fit the matrix.
     """
     check_layout(weight)
-    library = fastest_kernels()
+    library = fastest_kernels() if weight.values.is_cpu else None
     stop = weight.shape[0] if stop is None else stop
     if not 0 <= start <= stop <= weight.shape[0]:
         raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
@@ -341,7 +342,7 @@ def decode_rows(
     if out is not None:
         check_tensor("`out`", out, (dtype,), (stop - start, weight.shape[1]), device=weight.mask.device)
     dense = weight.mask.new_empty((stop - start, weight.shape[1]), dtype=dtype) if out is None else out
-    if library is None or not weight.values.is_cpu:
+    if library is None:
         return _decode_tiles(weight, start, dense)
     library.decode(
         library.number,

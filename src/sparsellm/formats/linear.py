@@ -306,7 +306,12 @@ class DenseLinear(nn.Linear):
 
     Few bfloat16 tokens on a CPU are multiplied by this package's kernel where it reads the weight faster than PyTorch.
     An `nn.Linear` becomes one by `layer.__class__ = DenseLinear`.
+
+    Attributes:
+        by_kernel: Whether the kernel multiplies few tokens also where PyTorch is faster, for comparisons.
     """
+
+    by_kernel = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
@@ -314,7 +319,7 @@ class DenseLinear(nn.Linear):
         is_bfloat16 = x.dtype is self.weight.dtype is torch.bfloat16
         tokens = x.numel() // max(self.in_features, 1)
         is_usual = trained or not is_bfloat16 or not x.is_cpu or torch.compiler.is_compiling()
-        if is_usual or not 0 < tokens <= DENSE_TOKENS[-1] or not is_faster_dense(tokens):
+        if is_usual or not 0 < tokens <= DENSE_TOKENS[-1] or not (self.by_kernel or is_faster_dense(tokens)):
             return super().forward(x)
         product = dense_matmul(x.reshape(-1, self.in_features), self.weight).view(*x.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.checkpoints.packed_files import PACKED_METHOD, PACKED_VERSION, is_packed, metadata_of, parts_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name
 from sparsellm.formats import kernels
@@ -82,6 +83,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **keywords: Any
     ) -> None:
         """Keep the model until transformers tells how it names the tensors."""
+        use_cache()  # of what the kernels measure
         self._model, self._files = model, [Path(file) for file in checkpoint_files or ()]
 
     def update_weight_conversions(self, weight_conversions: list[WeightTransform], model: Any = None) -> list[WeightTransform]:
@@ -114,7 +116,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
                     module.check()
                 except InvalidSetting as error:
                     raise BadCheckpoint(f"{path}: {error}") from None
-            if type(module) is nn.Linear and kernels.instruction_set():
+            if type(module) is nn.Linear and kernels.instruction_sets():
                 module.__class__ = DenseLinear
         self._conversions, model._weight_conversions = model._weight_conversions, []
         return model

@@ -128,10 +128,11 @@ def with_own_kernel(model: nn.Module) -> nn.Module | None:
     """Copy a dense model, sharing its tensors, with this package's kernel for bfloat16; None if neither is there."""
     copied = sharing_copy(model)
     layers = [x for x in copied.modules() if isinstance(x, nn.Linear) and x.weight.dtype == torch.bfloat16]
-    if kernels.instruction_set() is None or not layers:
+    if not kernels.instruction_sets() or not layers:
         return None
     for layer in layers:
         layer.__class__ = DenseLinear
+        layer.by_kernel = True  # type: ignore[assignment]
     return copied
 
 

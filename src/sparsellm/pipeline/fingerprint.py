@@ -62,7 +62,7 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Compute what must be unchanged for a run to be resumed.
 
-    Files are compared by content, too, but not by modification time. The number of processes and threads may differ: sums
+    Files are compared by name and content, not by modification time. The number of processes and threads may differ: sums
     are then rounded differently, which the run notes.
 
     Args:

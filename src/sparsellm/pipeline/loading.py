@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
+from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.checkpoints.tokenizers import NoTokenizer
@@ -25,7 +26,6 @@ from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, input_device, model_errors
 from sparsellm.models.output_head import prediction_head
-from sparsellm.pipeline.machine_cache import use_cache
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes

@@ -14,7 +14,6 @@ from sparsellm.pipeline.events import (
     ALLOCATION,
     GENERATING,
     LAYERS,
-    PREDICTING,
     SENSITIVITIES,
     WRITING,
     Advanced,
@@ -34,8 +33,8 @@ LAYERS_PASSES = WORST + 2
 OF_DENSE, PRUNED = " dense", " pruned"
 """Ends of the names of stages that are the same work on two models, and take the same time."""
 
-ON_DENSE = (SENSITIVITIES, GENERATING, PREDICTING)
-"""Stages on the dense model before it is pruned, besides those that measure it and choose each layer's sparsity."""
+ON_DENSE = (SENSITIVITIES, GENERATING)
+"""Stages whose results later runs take, besides those that measure the dense model and choose each layer's sparsity."""
 
 LEAST_LEFT = 0.1
 """Fraction of a unit's time that counts as left however long the unit takes, so that the time left does not become zero."""

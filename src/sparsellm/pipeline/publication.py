@@ -32,7 +32,7 @@ class Paths:
 
     def __init__(self, *recipes: RunRecipe) -> None:
         self._names: dict[str, str] = {}
-        for recipe, field in product(recipes, fields_with("path")):
+        for recipe, field in product(recipes, sorted(fields_with("path"), key=lambda name: name not in ("model", "pruned"))):
             value = getattr(recipe, field, None)
             for path in (value,) if isinstance(value, str) else value or ():
                 if not is_hub_name(path) if field == "model" else is_file(path):

@@ -12,6 +12,7 @@ from sparsellm.pipeline.recipe_fields import (
     ALLOCATIONS,
     RULES,
     SCOPES,
+    SEQUENTIAL,
     RecipeFields,
     RunFields,
     SolverName,
@@ -118,8 +119,7 @@ class Recipe(RunRecipe, RecipeFields):
         if name == "true_sequential":
             reason = "uses no inputs" if self.method == "magnitude" else "has its own order of layers"
             raise InvalidSetting(
-                f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {reason}. "
-                "Leave it out."
+                f"`true_sequential` is for {', '.join(SEQUENTIAL)}, got the method {self.method}, which {reason}. Leave it out."
             )
         if name and self.method != "sparsellm":
             raise InvalidSetting(f"`{name}` belongs to the method sparsellm, got the method {self.method}.")

@@ -44,6 +44,9 @@ METHODS = {
 }
 """Description of each method by name, as `sparsellm info` prints it."""
 
+SEQUENTIAL = tuple(name for name in METHODS if name not in ("sparsellm", "magnitude"))
+"""Methods that `true_sequential` is for: sparsellm has its own order of layers, and magnitude uses no inputs."""
+
 SCOPES = ("none", "feedforward")
 """Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""
 
@@ -253,7 +256,7 @@ class RecipeFields(RunFields):
     keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
     true_sequential: bool = _method(
         False,
-        "Prune each layer on the outputs of the pruned layers before it in its block (alps, fast-admm, sparsegpt or wanda).",
+        f"Prune each layer on the outputs of the pruned layers before it in its block ({', '.join(SEQUENTIAL)}).",
     )
 
     @model_validator(mode="before")
@@ -302,7 +305,7 @@ def fields_with(*traits: Trait) -> tuple[str, ...]:
 def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
     """Return the fields that belong to other methods than this one."""
     others = fields_with("sparsellm" if method != "sparsellm" else "default" if as_published else "published")
-    return (*others, *(("true_sequential",) if method in ("sparsellm", "magnitude") else ()))
+    return (*others, *(("true_sequential",) if method in METHODS and method not in SEQUENTIAL else ()))
 
 
 def is_object(fields: Mapping[str, Any]) -> bool:

@@ -76,7 +76,7 @@ def speedup(name: str, make: Callable[[], tuple[Computation, Computation]], mach
     with store.locked() if store else nullcontext():
         value = store.read(where).get(name) if store else None
         if value is None:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
                 value, is_steady = measure_speedup(*make())
             if not is_steady:
                 _unsteady.add(name)

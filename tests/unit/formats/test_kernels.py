@@ -298,7 +298,7 @@ def test_library_of_another_version_is_not_used() -> None:
         forget()
         assert kernels.instruction_set() is None
     forget()
-    assert kernels.instruction_set() == kernels.instruction_sets()[-1]
+    assert kernels.instruction_set() in kernels.instruction_sets()
 
 
 def test_values_are_padded_for_the_widest_read() -> None:

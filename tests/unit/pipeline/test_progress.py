@@ -173,18 +173,20 @@ def test_what_every_run_repeats_counts_for_each() -> None:
     """Later runs load, train and write as the first one did; what it found on the dense model they take."""
     clock = Clock()
     progress = Progress(clock)
-    dense, later = ("measuring dense", SENSITIVITIES, f"{ALLOCATION} (fisher)", PREDICTING), ("pruning", TRAINING)
+    dense, later = ("measuring dense", SENSITIVITIES, f"{ALLOCATION} (fisher)"), (PREDICTING, "pruning", TRAINING)
     progress(NextRun(1, 2, "50%", alike=True))
     progress(Schedule((LOADING, *dense, *later)))
     played(progress, clock, [*sequences(LOADING, 5.0)])
     for name in dense:
         played(progress, clock, [*sequences(name, 100.0)])
+    played(progress, clock, sequences(PREDICTING, 7.0))
     played(progress, clock, [*blocks("pruning", [10.0, 10.0]), *list(sequences(TRAINING, 40.0))[:11]])
-    assert progress.state().seconds_left == pytest.approx(20.0 + 5.0 + 20.0 + 40.0)
+    assert progress.state().seconds_left == pytest.approx(20.0 + 5.0 + 7.0 + 20.0 + 40.0)
     played(progress, clock, [*sequences(TRAINING, 20.0)][1:])
     played(progress, clock, [(0.0, [Stage(WRITING)]), (3.0, [NextRun(2, 2, "60%", alike=True)])])
-    progress(Schedule((LOADING, *later)))
-    played(progress, clock, [*sequences(LOADING, 5.0), *list(blocks("pruning", [10.0, 10.0]))[:2]])
+    progress(Schedule((LOADING, *dense, *later)))
+    played(progress, clock, [*sequences(LOADING, 5.0), *((0.0, [Stage(name)]) for name in dense), *sequences(PREDICTING, 7.0)])
+    played(progress, clock, list(blocks("pruning", [10.0, 10.0]))[:2])
     assert progress.state().seconds_left == pytest.approx(10.0 + 40.0 + 3.0)
 
 

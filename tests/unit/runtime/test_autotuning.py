@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsellm.checkpoints import machine_cache
+from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.models.sparse_matmul import max_density
-from sparsellm.pipeline import machine_cache
-from sparsellm.pipeline.machine_cache import use_cache
 from sparsellm.runtime import autotuning, products
 from sparsellm.runtime.autotuning import adopt, forget, known, measure_speedup, speedup, unsteady
 
