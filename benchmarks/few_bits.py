@@ -167,13 +167,13 @@ def rounding() -> list[str]:
 
 
 def llama_cpp() -> list[str]:
-    """llama.cpp's types below 16 bits, without and with an importance matrix, and our forms that take as many bits."""
+    """llama.cpp's types, without and with an importance matrix, and our forms that take as many bits."""
     rows, weighted = [], ", importance matrix"
     for model in MODELS:
         found = {point.form: point for point in matching(model, "llama.cpp")}
         ours = [matching(model, forms) for forms in ("sparse |dense compensated", f"{SPARSE}|dense compensated")]
         for form, point in found.items():
-            if form.endswith(weighted) or point.bits == 16:
+            if form.endswith(weighted):
                 continue
             excesses = [x and x.excess for x in (point, found.get(form + weighted))]
             excesses += [excess_at(some, point.bits) if point.bits < some[-1].bits + 1 else None for some in ours]

@@ -56,6 +56,11 @@ def test_all_sources_make_one_library(build: ModuleType, tmp_path: Path) -> None
     assert {b"symbol_one", b"symbol_two"} <= set(library.read_bytes().split(b"\0"))
 
 
+def test_a_library_that_is_there_is_loaded() -> None:
+    """Tests of the kernels are skipped without one: one that cannot be loaded must not look like that."""
+    assert (native.load_library() is None) == (not native.LIBRARY.exists())
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("flags", ["-DSPARSELLM_PORTABLE", "-DSPARSELLM_NARROW"])
 def test_a_library_without_some_instruction_sets_is_loaded(build: ModuleType, flags: str, tmp_path: Path) -> None:

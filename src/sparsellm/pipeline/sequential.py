@@ -161,7 +161,7 @@ def block_steps(
         else:
             training = step
         yield step
-    block.round_to_storage_dtype()  # a resumed run goes on with what is stored, whatever the method left
+    block.round_to_storage_dtype()  # a resumed run reads what is stored, which may have fewer digits than the method left
     parameters = dict(block.module.named_parameters())
     changes = devices.to_python([(tensor != parameters[name]).any() for name, tensor in before.items()])
     changed = tuple(block.full_name(name) for name, is_changed in zip(before, changes, strict=True) if is_changed)
