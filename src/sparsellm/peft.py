@@ -58,7 +58,7 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
 
     Raises:
         InvalidSetting: No targeted layer has zeros; the adapter is for other layers, or not plain LoRA; the model is sharded.
-        UnsupportedModel: The model is quantised or packed.
+        UnsupportedModel: The model is quantized or packed.
         BadCheckpoint: The folder has no adapter, or a damaged one.
     """
     if not isinstance(model, nn.Module):
@@ -67,7 +67,7 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
         raise InvalidSetting("The model is sharded already. Add the adapter first, and shard the result.")
     if getattr(model, "is_quantized", False):
         raise UnsupportedModel(
-            "Masks cannot be held in quantised or packed weights. Load the pruned model in a floating-point dtype; "
+            "Masks cannot be held in quantized or packed weights. Load the pruned model in a floating-point dtype; "
             "`sparsellm unpack` turns a packed model back."
         )
     if isinstance(model, PeftModel):
@@ -112,7 +112,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
     Raises:
         InvalidSetting: The adapter is merged already, or cannot be merged, or the model is sharded.
-        UnsupportedModel: The model is quantised or packed.
+        UnsupportedModel: The model is quantized or packed.
     """
     if not isinstance(model, PeftModel):
         raise InvalidSetting(f"The model has no adapter of PEFT: got a {type(model).__name__}. Pass what sparse_lora returned.")
@@ -124,7 +124,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
     base = model.get_base_model()
     if getattr(base, "is_quantized", False):
         raise UnsupportedModel(
-            "Masks cannot be held in quantised or packed weights. Merge into the pruned model in floating point."
+            "Masks cannot be held in quantized or packed weights. Merge into the pruned model in floating point."
         )
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
     if not layers:

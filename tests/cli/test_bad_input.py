@@ -268,7 +268,7 @@ def test_weights_that_are_missing_or_not_finite(damaged: Path, tmp_path: Path, c
 
 
 def test_models_of_the_wrong_kind(damaged: Path, tmp_path: Path, command: Command) -> None:
-    """Not a causal language model, unknown to transformers, with code of its own, quantised: refused for what each is."""
+    """Not a causal language model, unknown to transformers, with code of its own, quantized: refused for what each is."""
     BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)).save_pretrained(
         tmp_path / "bert"
     )
@@ -282,8 +282,8 @@ def test_models_of_the_wrong_kind(damaged: Path, tmp_path: Path, command: Comman
 
     refused(changed(architectures=["LlamaForConditionalGeneration"]), "LlamaForConditionalGeneration", "causal")
     refused(changed(is_encoder_decoder=True), "causal")
-    refused(changed(quantization_config={"quant_method": "gptq"}), "quantised", "plain checkpoint")
-    refused(changed(text_config={"quantization_config": {"quant_method": "awq"}}), "quantised")
+    refused(changed(quantization_config={"quant_method": "modelopt"}), "quantized by modelopt", "plain checkpoint")
+    refused(changed(quantization_config={"quant_method": "gptq"}), "quantized (GPTQ int4), and none of them is")
     refused(changed(model_type="gpt_bigger"), "'gpt_bigger'", transformers.__version__)
     brings = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     refused(changed(model_type="own", auto_map=brings), "its own code", "not run", "'own'", "--trust-remote-code")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sparsellm
-from sparsellm.checkpoints.exported_files import pack_integers, unpack_integers
+from sparsellm.checkpoints.quantization_schemes import pack_integers, unpack_integers
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, UnsupportedModel
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.pipeline.packing import pack

@@ -326,7 +326,7 @@ def test_models_that_cannot_hold_masks_are_refused() -> None:
     model = pruned_model()
     model.is_quantized = True
     for call in (lambda: sparse_lora(model, LORA), lambda: merge(get_peft_model(model, LORA))):
-        with pytest.raises(UnsupportedModel, match="Masks cannot be held in quantised or packed weights"):
+        with pytest.raises(UnsupportedModel, match="Masks cannot be held in quantized or packed weights"):
             call()
     adapted = sparse_lora(pruned_model(), LORA)
     with pytest.raises(InvalidSetting, match="has an adapter already"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sparsellm.checkpoints.headers import quantized_weights
 from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
     Stored,
@@ -65,6 +67,7 @@ class DiskWeights:
         prefixes = tuple(f"{block.name}." for block in blocks_of(model))
         self._non_block = [name for name in self._locations if not name.startswith(prefixes)]
         self._owners = _owners(model)
+        self._own_dtypes = own_dtypes(model)
 
     @contextmanager
     def block(self, block: Block, next_block: Block | None = None) -> Iterator[None]:
@@ -100,18 +103,19 @@ class DiskWeights:
         locations = {name: self._locations[name] for name in names}
         file = next(location.file for location in locations.values())
         is_stored = all(location == TensorLocation(file, name) for name, location in locations.items())
-        return file if is_stored and file.suffix == ".safetensors" and set(keys_of(file)) == set(locations) else None
+        is_stored = is_stored and file.suffix == ".safetensors" and not quantized_weights(file)
+        return file if is_stored and set(keys_of(file)) == set(locations) else None
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor into CPU memory, in its stored shape and in the model's dtype."""
-        location = self._locations[name]
-        tensor = read_stored(location)
+        """Read one tensor into CPU memory, in its stored shape and in the dtype that it has in the model."""
+        location, dtype = self._locations[name], self._own_dtypes.get(name, self.dtype)
+        tensor = read_stored(location, dtype)
         if tensor.is_floating_point():
             if not all_finite(tensor):
                 raise BadCheckpoint(
                     f"{location.file.name} holds NaN or infinity in {location.key}. Get a sound copy of the checkpoint."
                 )
-            tensor = tensor.to(self.dtype)
+            tensor = tensor.to(dtype)
         return tensor
 
     def size(self) -> tuple[int, int]:
@@ -141,7 +145,7 @@ class DiskWeights:
             tensor = getattr(*self._owners[name][0])
             if tensor.device.type == "meta":
                 # Allocated here, so that it counts as memory of this thread.
-                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+                dtype = self._own_dtypes.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
                 buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
                 futures[name] = thread.submit(self._read_into, buffer, name)
         thread.shutdown(wait=False)  # it ends after the last tensor
@@ -209,11 +213,19 @@ def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, S
     missing = [name for name in state if owners[name] not in located]
     if missing:
         raise NotStreamable(f"{missing[0]} is not in the checkpoint under a name of its own")
-    if any(getattr(model, name, None) and model.dtype in dtypes for name, dtypes in WIDENED.items()):
-        raise NotStreamable(
-            f"some of its tensors stay in float32 where the others are {str(model.dtype).removeprefix('torch.')}"
-        )
     return locations
+
+
+def own_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of a model that `from_pretrained` gives another one than the model's.
+
+    A class names some tensors that stay in float32, and makes others in a dtype of their own.
+    """
+    listed = [name for key, dtypes in WIDENED.items() if model.dtype in dtypes for name in getattr(model, key, None) or ()]
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in listed)) if listed else None
+    state = {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    own = {name: torch.float32 if pattern and pattern.search(name) else dtype for name, dtype in state.items()}
+    return {name: dtype for name, dtype in own.items() if dtype is not model.dtype}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -62,8 +62,12 @@ class StoredTensors:
                 self.files |= read_pickle(file) if pickled else {key: TensorLocation(file, key) for key in read_headers(file)}
 
     def __getitem__(self, key: str) -> Tensor:
+        return self.read(key)
+
+    def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read a tensor, a quantized one in this dtype, as `read_stored` does."""
         stored = self.files[key]
-        return stored.cpu() if isinstance(stored, Tensor) else read_stored(stored)
+        return stored.cpu() if isinstance(stored, Tensor) else read_stored(stored, dtype)
 
     def dtype(self, key: str) -> str:
         """Name of a tensor's dtype as it is stored."""
@@ -136,11 +140,12 @@ def compare(here: StoredTensors, there: StoredTensors) -> CheckpointComparison:
 def _equal_tensors(here: StoredTensors, key: str, there: StoredTensors, *, other: str) -> bool:
     """Whether two tensors are bit-identical in the dtype of the first; read in chunks of rows if both files support it."""
     location, other_location = here.place(key), there.place(other)
+    dtype = getattr(torch, here.dtype(key))
     if location is None or other_location is None:
-        return bit_identical(here[key], there[other], as_stored=False)
+        return bit_identical(here[key], there.read(other, dtype), as_stored=False)
     return all(
         rows is not None and other_rows is not None and bit_identical(rows, other_rows, as_stored=False)
-        for rows, other_rows in zip_longest(stored_row_chunks(location), stored_row_chunks(other_location))
+        for rows, other_rows in zip_longest(stored_row_chunks(location), stored_row_chunks(other_location, dtype))
     )
 
 

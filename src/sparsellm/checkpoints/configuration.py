@@ -223,10 +223,8 @@ def silence_transformers() -> Iterator[None]:
 
 
 def check_kind(name: str, fields: Mapping[str, Any], trusted: bool) -> None:
-    """Raise UnsupportedModel for a quantised model, or one that is not a causal language model."""
+    """Raise UnsupportedModel for a model that is not a causal language model."""
     text = fields.get("text_config")
-    if any("quantization_config" in part for part in (fields, text) if isinstance(part, dict)):
-        raise UnsupportedModel(f"{name} is quantised. Prune the plain checkpoint that it was made from.")
     listed = fields.get("architectures") or []
     heads = [str(head) for head in listed] if isinstance(listed, list) else [str(listed)]
     is_multimodal = isinstance(text, dict) or "vision_config" in fields

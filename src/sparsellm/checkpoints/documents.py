@@ -20,6 +20,10 @@ from sparsellm.errors import BadCheckpoint, dtype_name
 from sparsellm.texts.json_files import BOM, read_json
 
 CONFIG_FILE = "config.json"
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Fields of config.json that say how the weights are quantized or packed."""
+
 MODULES = "modules.json"
 """Lists the modules of a sentence-transformers model, whose folders belong to the model with their weights."""
 
@@ -188,6 +192,17 @@ def without_member(text: str, name: str) -> str:
                 return f"{text[:start]}{text[_skip(text, after + 1) :]}"
             return f"{text[:before]}{text[end:]}"
         before = end
+    return text
+
+
+def plain_config(text: str) -> str:
+    """Remove what a configuration says of how the weights are quantized."""
+    inner = json.loads(text).get("text_config")
+    for key in QUANTIZATION_KEYS:
+        text = without_member(text, key)
+        if isinstance(inner, dict) and key in inner:
+            del inner[key]
+            text = with_member(text, "text_config", inner)
     return text
 
 

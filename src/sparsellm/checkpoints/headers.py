@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +15,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsellm.checkpoints.exported_files import PART_ENDINGS, exported_entries
-from sparsellm.checkpoints.packed_files import PackedEntry, can_hold, parse_entries, parts_of
+from sparsellm.checkpoints.packed_files import PACKED_METHOD, PackedEntry, can_hold, parse_entries, parts_of
+from sparsellm.checkpoints.quantization_schemes import Stored
+from sparsellm.checkpoints.quantized_weights import (
+    QuantizedFiles,
+    QuantizedWeight,
+    find_weights,
+    quantization_settings,
+    scheme_of,
+)
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
 from sparsellm.runtime.devices import raise_unless_damaged
+from sparsellm.texts.json_files import read_json
 
 KINDS = {
     "F64": "float64",
@@ -77,7 +84,7 @@ def read_headers(file: Path, decoded: bool = True) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in a .safetensors or .bin file, by name.
 
     Args:
-        decoded: Whether the parts of an exported weight (see `exported_files`) count as it, as they do of a packed one.
+        decoded: Whether the parts of a quantized weight (see `quantized_weights`) count as it, as they do of a packed one.
 
     Raises:
         BadCheckpoint: The file is damaged, truncated, or holds more than tensors.
@@ -145,9 +152,63 @@ def locate_tensor(file: Path, key: str) -> tuple[TensorHeader, int]:
     return locate_all(file)[0][key]
 
 
-def packed_entry(file: Path, key: str) -> PackedEntry | None:
-    """Return what a safetensors file that was checked before says about a packed tensor; None for one that is not packed."""
-    return locate_all(file)[1].get(key)
+def quantized_weights(file: Path) -> Mapping[str, QuantizedWeight]:
+    """Return the quantized weights in a safetensors file, by name."""
+    files = quantized_files(file.parent)
+    return {} if files is None else files.weights.get(file, {})
+
+
+def quantized_files(folder: Path) -> QuantizedFiles | None:
+    """Return what the files of a quantized checkpoint hold; None if config.json does not say that it is one.
+
+    Raises:
+        BadCheckpoint: The tensors contradict each other or config.json.
+        UnsupportedModel: The weights are quantized in a way that is not read.
+    """
+    config, index = folder / "config.json", folder / "model.safetensors.index.json"
+    if not config.is_file() or not _is_quantized(config, _stamp(config)):
+        return None
+    names = _weight_files(index, _stamp(index)) if index.is_file() else ("model.safetensors",)
+    files = tuple(folder / name for name in names if (folder / name).is_file())
+    return _quantized_files(config, files, tuple(map(_stamp, (config, *files))))
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    """Time of modification and size of a file."""
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+@lru_cache(maxsize=32)
+def _is_quantized(config: Path, _: tuple[int, int]) -> bool:
+    """Return whether config.json says that the weights are quantized, other than by this package."""
+    fields = read_json(config, BadCheckpoint)
+    settings = quantization_settings(fields) if isinstance(fields, dict) else None
+    return settings is not None and settings.get("quant_method") != PACKED_METHOD
+
+
+@lru_cache(maxsize=8)
+def _weight_files(index: Path, _: tuple[int, int]) -> tuple[str, ...]:
+    """Return the names of the files in an index."""
+    return tuple(sorted(set(read_json(index, BadCheckpoint)["weight_map"].values())))
+
+
+@lru_cache(maxsize=8)
+def _quantized_files(config: Path, files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> QuantizedFiles:
+    """Return what `quantized_files` does; files that changed are read again."""
+    fields = read_json(config, BadCheckpoint)
+    scheme = scheme_of(config.parent.name, fields)
+    assert scheme is not None
+    headers = {file: {key: Stored(x.dtype, x.shape) for key, x in read_headers(file, decoded=False).items()} for file in files}
+    return find_weights(fields, scheme, headers, read_bytes)
+
+
+def read_bytes(file: Path, key: str) -> bytes:
+    """Read the bytes of a small tensor of a safetensors file that was checked before."""
+    header, position = locate_tensor(file, key)
+    with file.open("rb") as stream:
+        stream.seek(position)
+        return stream.read(header.nbytes)
 
 
 def locate_all(file: Path) -> tuple[dict[str, tuple[TensorHeader, int]], dict[str, PackedEntry]]:
@@ -169,13 +230,7 @@ def _locate_tensors(
             key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
             for key, entry in entries.items()
         }
-
-        def read_shape(key: str) -> tuple[int, ...]:
-            stream.seek(located[key][1])
-            return struct.unpack("<2q", stream.read(16))
-
-        kinds = {key: (header.dtype, header.shape) for key, (header, _) in located.items()}
-        return located, packed | exported_entries(file, kinds, read_shape)
+        return located, packed
 
 
 def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
@@ -188,8 +243,6 @@ def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
             slices = {key: stream.get_slice(key) for key in sorted(stream.keys())}
             headers = {key: TensorHeader(KINDS[view.get_dtype()], tuple(view.get_shape())) for key, view in slices.items()}
             entries = parse_entries(file, stream.metadata())
-            kinds = {key: (header.dtype, header.shape) for key, header in headers.items()}
-            exported = exported_entries(file, kinds, stream.get_tensor) if decoded else {}
     except (SafetensorError, KeyError, OSError) as error:
         raise_unless_damaged(error)
         reason = str(error).splitlines()[0][:120]
@@ -198,9 +251,13 @@ def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
         ) from None
     if entries:
         headers = _unpacked_headers(file, headers, entries)
-    parts = {name + part for name in exported for part in PART_ENDINGS}
-    weights = {name: TensorHeader(entry.dtype, entry.shape) for name, entry in exported.items()}
-    return dict(sorted((weights | {key: header for key, header in headers.items() if key not in parts}).items()))
+    quantized = quantized_files(file.parent) if decoded else None
+    if quantized is None:
+        return headers
+    weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in quantized.weights.get(file, {}).items()}
+    return dict(
+        sorted((weights | {key: x for key, x in headers.items() if key not in quantized.hidden | weights.keys()}).items())
+    )
 
 
 def _unpacked_headers(

@@ -49,7 +49,7 @@ class Checkpoint:
         name: Its name as the user wrote it.
         architecture: The architecture as described by the user, if any.
         packed: Whether it is packed. Its configuration and its skeleton are those of the dense model.
-        exported: Whether its weights are integers of compressed-tensors, which are read as the dense weights.
+        quantization: How its weights are quantized, in a sentence; empty if they are not. They are dequantized when read.
         stamps: Its files as they were when it was opened.
     """
 
@@ -60,7 +60,7 @@ class Checkpoint:
     trusted: bool = False
     architecture: Architecture | None = None
     packed: bool = False
-    exported: bool = False
+    quantization: str = ""
 
     @property
     def length(self) -> int:
@@ -134,10 +134,10 @@ class Checkpoint:
         reading = read_unmapped() if stays else nullcontext()
         try:
             with silence_transformers(), reading, folder_for_transformers(self.folder) as folder:
-                auto = type(self.skeleton()) if self.exported else auto_model(self.config)
+                auto = type(self.skeleton()) if self.quantization else auto_model(self.config)
                 model, loaded = auto.from_pretrained(
-                    None if self.exported else folder,
-                    **({"state_dict": read_all(self.files())} if self.exported else {}),
+                    None if self.quantization else folder,
+                    **({"state_dict": read_all(self.files(), self.dtype(dtype))} if self.quantization else {}),
                     **({} if self.packed else {"config": self.config}),
                     dtype=torch_dtype,
                     output_loading_info=True,
@@ -243,7 +243,7 @@ def open_checkpoint(
         revision: Branch, tag or commit of a hub name.
         trusted: Whether the checkpoint's own code may run.
         architecture: Its architecture, if missing from the table of families or different.
-        packed: Whether it may be packed or exported. Its tensors are then decoded when they are read.
+        packed: Whether it may be packed. Its tensors are then decoded when they are read.
 
     Raises:
         BadCheckpoint: The folder is missing, incomplete or damaged.
@@ -253,9 +253,10 @@ def open_checkpoint(
     opened = open_files(name, open_folder(name, revision, trusted), trusted=trusted, packed=packed)
     folder, fields, files, headers = opened.folder, opened.fields, opened.files, opened.headers
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
-    vars(config).pop("quantization_config", None)  # of a packed checkpoint
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)  # of weights that are decoded when they are read
     check_fields(name, fields, config)
-    checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, architecture, opened.packed, opened.exported)
+    checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, architecture, opened.packed, opened.quantization)
     skeleton = checkpoint.skeleton()
     check_tensors(name, skeleton, files=files, headers=headers)
     check_doubles(name, files)

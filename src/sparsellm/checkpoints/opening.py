@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoints.configuration import check_kind, read_config
-from sparsellm.checkpoints.documents import ADAPTER, documents_of
-from sparsellm.checkpoints.exported_files import is_exported
+from sparsellm.checkpoints.documents import ADAPTER, QUANTIZATION_KEYS, documents_of
 from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint
-from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, read_all_headers
+from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, quantized_files, read_all_headers
 from sparsellm.checkpoints.packed_files import is_packed
+from sparsellm.checkpoints.quantized_weights import scheme_of
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
@@ -23,12 +23,12 @@ class OpenedFiles:
     """The files of a checkpoint, checked as far as can be without the class of its model.
 
     Attributes:
-        fields: The fields of config.json, without those on how the weights are packed or exported.
+        fields: The fields of config.json, without those on how the weights are packed or quantized.
         files: The weight files.
         stamps: The files as they were when they were opened.
         headers: The headers of the tensors in all weight files, by name.
         packed: Whether the weights are packed.
-        exported: Whether they are integers of compressed-tensors.
+        quantization: How they are quantized, in a sentence; empty if they are not. They are dequantized as they are read.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class OpenedFiles:
     stamps: Stamps
     headers: Mapping[str, TensorHeader]
     packed: bool
-    exported: bool
+    quantization: str
 
 
 def open_folder(name: str, revision: str | None = None, with_code: bool = False) -> Path:
@@ -65,27 +65,48 @@ def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool =
         name: Its name as the user wrote it.
         folder: The folder, as `open_folder` returns it.
         trusted: Whether the checkpoint's own code may run.
-        packed: Whether it may be packed or exported.
+        packed: Whether it may be packed.
 
     Raises:
-        BadCheckpoint: A file is missing or damaged.
+        BadCheckpoint: A file is missing or damaged, or the tensors are not what config.json says of them.
         UnsupportedModel: The model cannot be pruned.
     """
     fields = read_config(name, folder)
     if (found_packed := is_packed(name, fields)) and not packed:
         raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
-    exported = packed and is_exported(fields)
-    if found_packed or exported:
-        del fields["quantization_config"]
+    is_quantized = not found_packed and scheme_of(name, fields) is not None
+    fields = without_quantization(fields)
     check_kind(name, fields, trusted)
     files = check_files(name, folder)
+    if is_quantized and any(file.suffix != ".safetensors" for file in files):
+        raise UnsupportedModel(
+            f"{name} is quantized, and its weights are not in safetensors files, the only ones that are dequantized. "
+            "Get a copy in safetensors files."
+        )
     stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
     try:
         headers = read_all_headers(files)
+        quantization = _described(name, folder, files, headers=headers) if is_quantized else ""
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
-    check_dtypes(name, headers, packed=found_packed or exported)
-    return OpenedFiles(folder, fields, files, stamps, headers, found_packed, exported)
+    check_dtypes(name, headers, packed=found_packed)
+    if quantization and not packed:
+        remark(quantization, (folder.resolve(), "quantized"))
+    return OpenedFiles(folder, fields, files, stamps, headers, found_packed, quantization)
+
+
+def without_quantization(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json without those on how the weights are packed or quantized."""
+    text = fields.get("text_config")
+    inner = {"text_config": without_quantization(text)} if isinstance(text, dict) else {}
+    return {key: value for key, value in (fields | inner).items() if key not in QUANTIZATION_KEYS}
+
+
+def _described(name: str, folder: Path, files: list[Path], *, headers: Mapping[str, TensorHeader]) -> str:
+    """Return how weights are quantized, in a sentence."""
+    quantized = quantized_files(folder)
+    assert quantized is not None
+    return quantized.describe(name, sum(file.stat().st_size for file in files), sum(x.numel for x in headers.values()))
 
 
 def _tell_adapter(name: str, folder: Path) -> None:

@@ -91,6 +91,20 @@ class StoredForm:
             stored |= revert_weight_conversion(self.model, group)
         return stored
 
+    def narrowed(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors that the model's class widened when they were loaded, as they are stored: without loss in its dtype.
+
+        Args:
+            tensors: Tensors to store, by stored name.
+            dtype: The dtype of the model.
+        """
+        stored, found = self.dtypes(), dict[str, Tensor]()
+        for key, tensor in tensors.items():
+            is_widened = tensor.is_floating_point() and tensor.dtype not in (dtype, getattr(torch, stored.get(key, "float32")))
+            if is_widened and torch.equal((narrow := tensor.to(dtype)).to(tensor.dtype), tensor):
+                found[key] = narrow
+        return found
+
     def by_file(self, files: Sequence[Path]) -> list[list[str]]:
         """The names of the model's tensors in each file; those that are converted from pieces are where the first piece is."""
         return [[name for name, location in self.locations.items() if location.file == file] for file in files]

@@ -16,9 +16,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.exported_files import PART_ENDINGS, ExportedEntry, decode_exported
-from sparsellm.checkpoints.headers import FLOATS, is_zip, locate_all, locate_tensor, packed_entry, read_headers, read_pickle
+from sparsellm.checkpoints.headers import (
+    FLOATS,
+    is_zip,
+    locate_all,
+    locate_tensor,
+    quantized_weights,
+    read_headers,
+    read_pickle,
+)
 from sparsellm.checkpoints.packed_files import decode_tensor, parts_of
+from sparsellm.checkpoints.quantized_weights import QuantizedWeight
 from sparsellm.errors import BadCheckpoint
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite, count_negative_zeros, count_zeros
@@ -160,51 +168,72 @@ def keys_of(file: Path) -> list[str]:
     return list(read_headers(file))
 
 
-def read_stored(stored: Stored) -> Tensor:
-    """Read a tensor in the shape that it has in the model, in the stored dtype, without memory mapping."""
+def read_stored(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
+    """Read a tensor in the shape that it has in the model, without memory mapping.
+
+    Args:
+        stored: Where it is stored.
+        dtype: The dtype of a quantized weight; by default that of its configuration. Any other tensor has the stored dtype.
+    """
     if isinstance(stored, TensorLocation):
-        return _read(stored)
-    result = _convert(stored, (_read(location) for location, _ in stored.sources))[stored.name]
+        return _read(stored, dtype)
+    result = _convert(stored, (_read(location, dtype) for location, _ in stored.sources))[stored.name]
     tensor: Tensor = result[0] if isinstance(result, list) else result
     is_view = tensor.untyped_storage().nbytes() > tensor.nbytes  # of a fused tensor
     return tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor
 
 
-def read_all(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Read the tensors of several files, by their stored names, decoded if they are packed or exported."""
-    return {key: _read(TensorLocation(file, key)) for file in files for key in read_headers(file)}
+def read_all(files: Iterable[Path], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read the tensors of several files, by their stored names, decoded if they are packed or quantized, those to `dtype`."""
+    return {key: _read(TensorLocation(file, key), dtype) for file in files for key in read_headers(file)}
 
 
-def _read(location: TensorLocation) -> Tensor:
-    """Read a stored tensor into new memory, decoded if it is packed, without leaving the file mapped."""
+def _read(location: TensorLocation, dtype: torch.dtype | None = None) -> Tensor:
+    """Read a stored tensor into new memory, decoded if it is packed or quantized, without leaving the file mapped."""
     with _read_errors(location):
         if location.file.suffix != ".safetensors":
             return read_pickle(location.file)[location.key].clone()
         stored, packed = locate_all(location.file)
+        if weight := quantized_weights(location.file).get(location.key):
+            return _read_quantized(location, weight, dtype)
         if location.key not in packed:
             return _read_elements(location, 0, None)
-        entry = packed[location.key]
-        is_exported = isinstance(entry, ExportedEntry)
-        names = {part: location.key + part for part in PART_ENDINGS} if is_exported else parts_of(location.key, stored)
+        names = parts_of(location.key, stored)
         parts = {part: _read_elements(TensorLocation(location.file, name), 0, None) for part, name in names.items()}
-    return decode_exported(parts, entry) if is_exported else decode_tensor(location.file, location.key, entry, parts=parts)
+    return decode_tensor(location.file, location.key, packed[location.key], parts=parts)
 
 
-def stored_row_chunks(location: TensorLocation) -> Iterator[Tensor]:
-    """Yield a tensor in chunks of rows, which are the same for every dtype; one of a .bin file as a whole."""
+def _read_quantized(location: TensorLocation, weight: QuantizedWeight, dtype: torch.dtype | None) -> Tensor:
+    """Read the parts of a quantized weight, and dequantize it."""
+    parts = {ending: _read_elements(TensorLocation(file, key), 0, None) for ending, (file, key) in weight.parts.items()}
+    try:
+        return weight.dequantize(parts, dtype or getattr(torch, weight.dtype))
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{location.file.name}: {location.key}: {error}. Get a sound copy of the file.") from None
+
+
+def stored_row_chunks(location: TensorLocation, dtype: torch.dtype | None = None, decoded: bool = True) -> Iterator[Tensor]:
+    """Yield a tensor in chunks of rows, which are the same for every dtype; one of a .bin file as a whole.
+
+    Args:
+        location: Where it is stored.
+        dtype: As in `read_stored`.
+        decoded: Whether a quantized weight is dequantized; otherwise the stored tensor of that name is read.
+    """
     if location.file.suffix != ".safetensors":
         yield _read(location)
         return
     with _read_errors(location):
-        packed = packed_entry(location.file, location.key)
-        shape = torch.Size(packed.shape if packed else locate_tensor(location.file, location.key)[0].shape)
+        packed = locate_all(location.file)[1].get(location.key)
+        entry = packed or (quantized_weights(location.file).get(location.key) if decoded else None)
+        shape = torch.Size(entry.shape if entry else locate_tensor(location.file, location.key)[0].shape)
     rows = max(1, READ_ELEMENTS // max(shape[1:].numel(), 1))
-    if len(shape) == 0 or shape.numel() <= READ_ELEMENTS or packed:
-        yield from _read(location).split(rows) if packed else (_read(location),)
+    if entry:
+        yield from _read(location, dtype).split(rows)
         return
-    for start in range(0, shape[0], rows):
+    for start in range(0, shape[0], rows) if len(shape) and shape.numel() > READ_ELEMENTS else (None,):
         with _read_errors(location):
-            chunk = _read_elements(location, start, start + rows)
+            chunk = _read_elements(location, start or 0, None if start is None else start + rows)
         yield chunk
 
 
@@ -280,7 +309,7 @@ def file_digest(file: Path) -> str:
 
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:
-    """Return the digests of all tensors of a file, by name, of exported weights those of the parts; read in chunks of rows.
+    """Return the digests of all tensors of a file, by name, of quantized weights those of the parts; read in chunks of rows.
 
     Raises:
         BadCheckpoint: The file is damaged, or a tensor has a dtype of less than 16 bits with an exponent.
@@ -290,7 +319,7 @@ def tensor_digests(file: Path) -> dict[str, TensorDigest]:
         if header.dtype.startswith("float") and header.dtype not in FLOATS:
             raise BadCheckpoint(f"{file.name} holds {key[:200]} in {header.dtype}, which is not read. Get a sound copy of it.")
         hasher, finite, zeros = hashlib.blake2b(digest_size=DIGEST_BYTES), True, [0, 0]
-        for chunk in stored_row_chunks(TensorLocation(file, key)):
+        for chunk in stored_row_chunks(TensorLocation(file, key), decoded=False):
             hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             finite = finite and (not chunk.dtype.is_floating_point or all_finite(chunk.float()))
             zeros[0] += count_zeros(chunk)

@@ -14,17 +14,10 @@ from torch import Tensor, nn
 
 from sparsellm.checkpoints.comparison import layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, write_config
-from sparsellm.checkpoints.exported_files import (
-    EXPORT_FORMAT,
-    EXPORT_METHOD,
-    STORED_BITS,
-    decoded,
-    pack_integers,
-    unpack_integers,
-)
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import FileWriter
+from sparsellm.checkpoints.quantization_schemes import pack_integers, unpack_integers
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
@@ -36,12 +29,15 @@ from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
 from sparsellm.pipeline.saving import claimed
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import BITS_OF, IntegerFormat
-from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest
+from sparsellm.solvers.quantization import Quantized, Scales, dequantized, expand_groups, round_to_nearest
 
 NOTE = """The weights of the pruned layers are integers of a few bits with a scale for each group of columns, in the format of
 compressed-tensors. Removed weights are stored as integers that are 0: they save no bytes.
 """
 """Paragraph of the model card."""
+
+STORED_BITS = (4, 8)
+"""Bits of an integer in an export."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,13 +97,14 @@ def export(
 
     Raises:
         InvalidSetting: `values` is missing, or the model has been rounded already.
-        UnsupportedModel: A layer is not a `torch.nn.Linear` of its own, or the model is packed or quantised.
+        UnsupportedModel: A layer is not a `torch.nn.Linear` of its own, or the model is packed or quantized.
         OutputExists: The folder exists.
         BadCheckpoint: The model is missing, incomplete or damaged, or holds NaN or infinity.
         VerificationFailed: The model is not what the run that pruned it wrote, or the result differs from the model.
         TooLarge: The disk has too little room.
     """
     source = Source.open(model)
+    source.check_plain("Export")
     scales = read_scales(source.folder)
     layers, ignored = _linear_layers(source, scales)
     _check_values(source, scales, values)
@@ -233,7 +230,7 @@ def _check_written(file: Path, key: str, quantized: Quantized, *, weight: Tensor
     """Read a layer back, compare it with what it was made from, and count its zeros. Raises VerificationFailed."""
     packed, scale, shape = (read_stored(TensorLocation(file, f"{key}_{part}")) for part in ("packed", "scale", "shape"))
     integers = unpack_integers(packed, scheme.bits, weight.shape[1])
-    dense = decoded(integers, scale)
+    dense = dequantized(integers, scale, scheme.group_size).to(weight.dtype)
     if shape.tolist() != list(weight.shape) or not torch.equal(dense, quantized.to_dense().to(weight.dtype)):
         raise VerificationFailed(f"{key} differs from the model's after writing. Check memory and disk.", (key,))
     return int((integers == 0).sum())
@@ -254,8 +251,8 @@ def _quantization_config(schemes: Mapping[str, IntegerFormat], ignored: Iterable
         for number, (scheme, paths) in enumerate(targets.items())
     }
     return {
-        "quant_method": EXPORT_METHOD,
-        "format": EXPORT_FORMAT,
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignored),

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Unpack
 
 import sparsellm.formats.transformers  # noqa: F401  (registers packed models)
-from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Evaluation
@@ -128,6 +128,8 @@ def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer, 
     """Measure the recipe's model, or `source`, on the recipe's texts, or on `given`, and on its tasks."""
     observer(Stage(OPENING))
     opened = open_model(recipe, source, packed=True)
+    if isinstance(opened.source, Checkpoint) and opened.source.quantization:
+        observer(Note(opened.source.quantization))
     prepare_tasks(recipe.task, recipe.task_data)
     observer(Stage(READING_TEXTS))
     length = window_length(recipe, opened.source.length)

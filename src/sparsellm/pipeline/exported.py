@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from sparsellm.checkpoints.comparison import StoredTensors, compare
-from sparsellm.checkpoints.exported_files import ExportedEntry
-from sparsellm.checkpoints.headers import packed_entry
+from sparsellm.checkpoints.headers import quantized_weights
 from sparsellm.checkpoints.tensor_index import locations_of
 from sparsellm.pipeline.output_folder import REPORT
 from sparsellm.pipeline.outputs import Output, read_output
@@ -25,14 +24,14 @@ def export_format(bits: int) -> IntegerFormat:
     return IntegerFormat(bits, 0 if bits == 8 else MAX_EXPORTED_GROUP)
 
 
-def exported_weights(tensors: StoredTensors) -> dict[str, ExportedEntry]:
-    """The weights of an export that are integers, by their names in the model; empty for any other checkpoint."""
+def exported_weights(tensors: StoredTensors) -> dict[str, IntegerFormat]:
+    """The formats of the weights of an export that are integers, by their names in the model; empty for other checkpoints."""
     found = {}
     for name, stored in tensors.files.items():
         for location in locations_of(stored):
-            entry = packed_entry(location.file, location.key) if location.file.suffix == ".safetensors" else None
-            if isinstance(entry, ExportedEntry):
-                found[name] = entry
+            weight = quantized_weights(location.file).get(location.key)
+            if weight and weight.integers:
+                found[name] = weight.integers
     return found
 
 
@@ -53,9 +52,9 @@ def export_differences(tensors: StoredTensors, model: StoredTensors, name: str) 
 
     Integers and scales of the model are compared as they are; any other weight after it is rounded as `export` does.
     """
-    entries, exact, differences = exported_weights(tensors), quantized_tensors(model.files), []
+    formats, exact, differences = exported_weights(tensors), quantized_tensors(model.files), []
     names = {model.one_name(key): key for key in model.files}
-    for key, entry in entries.items():
+    for key, format in formats.items():
         there = names.get(tensors.one_name(key))
         if there is None:
             continue  # `compare` has it
@@ -64,16 +63,14 @@ def export_differences(tensors: StoredTensors, model: StoredTensors, name: str) 
             differences.append(f"{key} has the shape {list(decoded.shape)}, and in {name} {list(weight.shape)}")
         elif bool(decoded[weight == 0].any()):
             differences.append(f"{key} has other numbers than 0 where it is 0 in {name}")
-        elif not torch.equal(decoded, weight if there in exact else _rounded(weight, entry.bits or 0)):
-            verb = (
-                "has other values than" if there in exact else f"is not rounded to {integer_name(entry.bits or 0)} from that of"
-            )
+        elif not torch.equal(decoded, weight if there in exact else _rounded(weight, format.bits)):
+            verb = "has other values than" if there in exact else f"is not rounded to {integer_name(format.bits)} from that of"
             differences.append(f"{key} {verb} {name}")
     comparison = compare(tensors, model)
-    different = [key for key in (*comparison.changed, *comparison.converted) if key not in entries]
+    different = [key for key in (*comparison.changed, *comparison.converted) if key not in formats]
     differences += [f"{key} has other values than in {name}" for key in different]
     differences += [f"{key} is not in {name}" for key in comparison.only_here]
-    return differences + [f"{key} of {name} is missing" for key in comparison.only_there], len(entries)
+    return differences + [f"{key} of {name} is missing" for key in comparison.only_there], len(formats)
 
 
 def _rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import CheckpointComparison, StoredTensors, compare, layers_by_parameter
 from sparsellm.checkpoints.documents import CONFIG_FILE
-from sparsellm.checkpoints.files import SHARDS
-from sparsellm.checkpoints.headers import read_headers
+from sparsellm.checkpoints.files import SHARDS, check_files
+from sparsellm.checkpoints.headers import quantized_files, read_all_headers, read_headers
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.opening import OpenedFiles, open_files, open_folder
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
@@ -85,7 +85,7 @@ class Inspection(Summarized, CheckpointComparison):
         missing: Layers that the model should have and does not.
         total: Fraction of zeros in all checked layers together.
         total_holds: Whether `total` reaches the expected sparsity; True if none is expected.
-        packed: The sizes of a packed model in one sentence; empty if it is not packed.
+        packed: The sizes of a packed or quantized model in one sentence; empty for any other.
     """
 
     model: str
@@ -255,8 +255,14 @@ def _listed_by_files(name: str) -> _Listed | None:
 
 
 def _packed_sizes(folder: Path | None) -> str:
-    """The sizes in the report of a packed model in one sentence; empty without."""
-    if folder is None or not (folder / REPORT).is_file():
+    """The sizes of a packed or quantized model in one sentence; empty for any other."""
+    if folder is None:
+        return ""
+    if quantized := quantized_files(folder):
+        files = check_files(folder.name, folder)
+        parameters = sum(header.numel for header in read_all_headers(files).values())
+        return quantized.describe(folder.name, sum(file.stat().st_size for file in files), parameters)
+    if not (folder / REPORT).is_file():
         return ""
     packing = load_report(folder).packing
     return packing.describe() if packing else ""

@@ -15,6 +15,7 @@ from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.quantized_weights import quantization_settings
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
@@ -55,6 +56,15 @@ class Source:
         stamps = Stamps.of(str(name), folder, files, documents_of(folder, weights=files, trusted=True))
         check_doubles(str(name), files)
         return cls(str(name), folder, read_config(str(name), folder), files, stamps)
+
+    def check_plain(self, verb: str) -> None:
+        """Raise InvalidSetting for a quantized model, which `verb` does not apply to."""
+        settings = quantization_settings(self.fields)
+        if settings is not None:
+            method = str(settings.get("quant_method", "unknown"))[:40]
+            raise InvalidSetting(
+                f"{self.name} is quantized already ({method}). {verb} the plain checkpoint that it was made from."
+            )
 
     @property
     def vocabulary(self) -> int | None:

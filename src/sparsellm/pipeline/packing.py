@@ -164,7 +164,7 @@ def pack(
         raise InvalidSetting(
             f"{model} is packed already. To change its form, unpack it first: sparsellm unpack {model} FOLDER."
         )
-    check_plain(source)
+    source.check_plain("Pack")
     with claimed(packed, overwrite, source.folder) as path:
         quantized = values_of(source, values, group_size)
         observe(f"reading {model}")
@@ -376,16 +376,6 @@ def values_of(source: Source, values: str | None, group_size: int | None) -> dic
     IntegerFormat.parse(values, group_size, density=1)  # which checks them
     check_unrounded(source.name, scales)
     return {name: NearestIntegers(values, group_size, transposed) for name, transposed in _layer_weights(source).items()}
-
-
-def check_plain(source: Source) -> None:
-    """Raise InvalidSetting for a model that other software quantized."""
-    settings = source.fields.get("quantization_config", source.fields.get("compression_config"))
-    if settings is not None:
-        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else "unknown"
-        raise InvalidSetting(
-            f"{source.name} is quantized already ({str(method)[:40]}). Pack the plain checkpoint that it was made from."
-        )
 
 
 def _layer_weights(source: Source) -> dict[str, bool]:

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import locate_all
-from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.headers import locate_all, quantized_weights
+from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
+from sparsellm.checkpoints.quantized_weights import QuantizedWeight
 from sparsellm.checkpoints.tensor_index import Stored, TensorLocation, locations_of, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.formats.integer_encoding import decode_scales
@@ -117,9 +118,11 @@ def quantized_tensors(tensors: Mapping[str, Stored | Tensor]) -> dict[str, Integ
     for name, stored in tensors.items():
         for location in locations_of(stored):
             if location.file not in listed:
-                entries = locate_all(location.file)[1] if location.file.suffix == ".safetensors" else {}
+                entries: list[tuple[str, PackedEntry | QuantizedWeight]] = []
+                if location.file.suffix == ".safetensors":
+                    entries += [*locate_all(location.file)[1].items(), *quantized_weights(location.file).items()]
                 scales = read_scales(location.file.parent)
-                packed = {key: x.integers for key, x in entries.items() if x.integers is not None}
+                packed = {key: x.integers for key, x in entries if x.integers is not None}
                 listed[location.file] = packed | {key: x.format for key, x in scales.items()}
             if location.key in listed[location.file]:
                 found.setdefault(name, listed[location.file][location.key])

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
-from sparsellm.checkpoints.documents import copy_documents, read_config_text, with_dtype, write_config
+from sparsellm.checkpoints.documents import copy_documents, plain_config, read_config_text, with_dtype, write_config
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
@@ -233,13 +233,15 @@ def write_checkpoint(source: Checkpoint, model: PreTrainedModel, weights: DiskWe
     names = shard_names(len(shards))
     for target, (group, keys) in zip(names, shards, strict=True):
         parameters = {name: state[name] if weights is None else weights.read(name) for name in group}
-        tensors = form.tensors(parameters) | {key: read_stored(form.carried[key]) for key in keys}
-        finished = weights.file_of(group) if weights and tensors.keys() == parameters.keys() else None
+        tensors = form.tensors(parameters) | {key: read_stored(form.carried[key], model.dtype) for key in keys}
+        narrowed = form.narrowed(tensors, model.dtype)
+        is_stored = weights and tensors.keys() == parameters.keys() and not narrowed
+        finished = weights.file_of(group) if weights and is_stored else None
         if finished is None or finished.parent.name != WORK or not _hard_link(finished, work / target):
-            write_shard(work / target, tensors)
+            write_shard(work / target, tensors | narrowed)
     write_index(work, names)
     copy_documents(source.folder, source.documents((*ANEW, LOG)), work)
-    text = read_config_text(source.folder)
+    text = plain_config(read_config_text(source.folder)) if source.quantization else read_config_text(source.folder)
     write_config(work, text if model.dtype is source.dtype() else with_dtype(text, model.dtype))
 
 

@@ -168,10 +168,12 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     """
     written = StoredTensors(folder, model)
     state = model.state_dict() if in_memory else {}
-    raise_if_any(
-        "The written checkpoint",
-        [f"{key} has other values than in memory" for key, x in written if not bit_identical(x, state.get(key, x).cpu())],
-    )
+    differences = []
+    for key, tensor in written:
+        held = state.get(key, tensor).cpu()
+        if not bit_identical(tensor, held, as_stored=held.dtype is model.dtype):  # the class may widen tensors
+            differences.append(f"{key} has other values than in memory")
+    raise_if_any("The written checkpoint", differences)
     layers = {layer.name: layer for layer in report.layers}
     dense_tensors = None if dense is None else StoredTensors(dense, model)
     differences, _ = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)

@@ -1,0 +1,313 @@
+"""Quantized checkpoints as they are published: which of their tensors form a weight, and its dequantization, one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsellm.checkpoints.documents import QUANTIZATION_KEYS
+from sparsellm.checkpoints.quantization_schemes import (
+    AWQ,
+    FLOAT8,
+    GPTQ,
+    MXFP4,
+    BitsAndBytes4,
+    CompressedTensors,
+    Contradiction,
+    Float8,
+    Layout,
+    Scheme,
+    Stored,
+)
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, plural
+from sparsellm.runtime.memory import human_bytes
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.linalg import all_finite
+
+READ = "FP8 (fp8, fbgemm_fp8), MXFP4, compressed-tensors, bitsandbytes of 4 bits, GPTQ and AWQ"
+"""The schemes that are read, for messages."""
+
+FLOATS_READ = ("bfloat16", "float16", "float32")
+"""Names of the dtypes in which a configuration may have its weights dequantized."""
+
+CHUNK = 2**20
+"""Numbers that are dequantized at a time, in float32."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight that is stored as numbers with scales.
+
+    Attributes:
+        shape: Its shape in the model.
+        dtype: Name of the dtype in which it is read unless another one is asked for.
+        parts: The file of each of its tensors and its name there, by its ending in the scheme.
+    """
+
+    scheme: Scheme
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: str
+    parts: Mapping[str, tuple[Path, str]] = field(hash=False)
+
+    @property
+    def integers(self) -> IntegerFormat | None:
+        """The format of its integers, of schemes that are one."""
+        return self.scheme.integers(self.layout)
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the weight: its numbers times their factors in float32, rounded once.
+
+        Args:
+            parts: Its tensors, by ending.
+            dtype: The dtype of the result.
+
+        Raises:
+            BadCheckpoint: A scale is not finite, or the tensors contradict each other.
+        """
+        if not all_finite(self.scheme.scales(parts)):
+            raise BadCheckpoint("its scales hold NaN or infinity")
+        layout, weight = self.layout, torch.empty(self.shape, dtype=dtype)
+        if len(layout.shape) == 2:
+            target = weight.view(layout.shape[::-1]).T if self.scheme.transposed else weight.view(layout.shape)
+            self._fill(target, parts)
+            return weight
+        for index, matrix in enumerate(weight):
+            own = {name: part[index] if part.shape[:1] == layout.shape[:1] else part for name, part in parts.items()}
+            self._fill(matrix.T if self.scheme.transposed else matrix, own)
+        return weight
+
+    def _fill(self, matrix: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Dequantize a matrix, (rows, columns) as it is stored, in chunks of rows."""
+        rows = max(1, CHUNK // self.layout.columns // WORD_ROWS) * WORD_ROWS
+        for start in range(0, self.layout.rows, rows):
+            stop = min(start + rows, self.layout.rows)
+            numbers = self.scheme.numbers(parts, self.layout, start, stop)
+            rows_of = numbers.mul_(self.scheme.factors(parts, self.layout, start, stop))
+            matrix[start:stop] = rows_of if self.layout.kind == "floats" else rows_of.add_(0.0)
+
+
+WORD_ROWS = 16
+"""Rows of a chunk are a multiple of the numbers that a word may hold."""
+
+
+@dataclass(frozen=True)
+class QuantizedFiles:
+    """What the files of a quantized checkpoint hold.
+
+    Attributes:
+        scheme: How its weights are quantized.
+        weights: The weights by file and name. A weight counts as in the file that holds its numbers.
+        hidden: Names of the tensors that are no weights of the model: parts of weights, and scales of activations.
+        activation_scales: How many of them are scales of activations.
+    """
+
+    scheme: Scheme
+    weights: Mapping[Path, Mapping[str, QuantizedWeight]]
+    hidden: frozenset[str]
+    activation_scales: int
+
+    def describe(self, name: str, stored: int, parameters: int) -> str:
+        """Return how the checkpoint `name`, of so many bytes and parameters, is quantized, and what is read of it."""
+        dtype = min(weight.dtype for weights in self.weights.values() for weight in weights.values())
+        left_out = f"; {plural(self.activation_scales, 'scale')} of activations are left out" if self.activation_scales else ""
+        default = "" if dtype == "bfloat16" else f", {dtype} by default"
+        return (
+            f"{name} is quantized ({self.scheme.name}, {human_bytes(stored)}): each weight is dequantized as it is read"
+            f"{default}; the model takes {human_bytes(2 * parameters)} in 16 bits a number{left_out}"
+        )
+
+
+def quantization_settings(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the part of a configuration that describes how the weights are quantized; None without one."""
+    text = fields.get("text_config")
+    for part in (fields, text if isinstance(text, dict) else {}):
+        for key in QUANTIZATION_KEYS:
+            if part.get(key) is not None:
+                return part[key] if isinstance(part[key], dict) else {}
+    return None
+
+
+def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
+    """Return how the weights of a checkpoint are quantized; None if they are not.
+
+    Args:
+        name: Its name, for messages.
+        fields: The fields of config.json.
+
+    Raises:
+        UnsupportedModel: They are quantized in a way that is not read.
+    """
+    settings = quantization_settings(fields)
+    if settings is None:
+        return None
+    method, format = settings.get("quant_method"), settings.get("format", "")
+    bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+    read: dict[str, tuple[type[Scheme], bool]] = {
+        "fp8": (Float8, True),
+        "fbgemm_fp8": (CompressedTensors, True),
+        "mxfp4": (MXFP4, True),
+        "compressed-tensors": (CompressedTensors, not _is_sparse(settings)),
+        "bitsandbytes": (BitsAndBytes4, bool(settings.get("load_in_4bit"))),
+        "gptq": (GPTQ, bits in (2, 4, 8)),
+        "awq": (AWQ, bits == 4 and version == "gemm"),
+    }
+    if str(method) in read and read[str(method)][1]:
+        return read[str(method)][0](settings)
+    details = {"gptq": f" of {bits} bits", "awq": f" of {bits} bits, version {version}", "compressed-tensors": f" {format}"}
+    kind = "bitsandbytes of 8 bits" if method == "bitsandbytes" else f"{str(method)[:40]}{details.get(str(method), '')[:40]}"
+    raise UnsupportedModel(
+        f"{name} is quantized by {kind}, which is not read; what is read is {READ}. Prune the plain checkpoint that it was "
+        "made from, or dequantize it with the program that wrote it."
+    )
+
+
+def _is_sparse(settings: Mapping[str, Any]) -> bool:
+    """Whether a configuration of compressed-tensors says that zeros are left out of the files, or names a format of kernels."""
+    sparse = settings.get("sparsity_config")
+    formats = {str(settings.get("format")), str(sparse.get("format") if isinstance(sparse, dict) else None)}
+    return bool(formats & {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mxfp6-pack-quantized"})
+
+
+def find_weights(
+    fields: Mapping[str, Any],
+    scheme: Scheme,
+    headers: Mapping[Path, Mapping[str, Stored]],
+    read: Callable[[Path, str], bytes],
+) -> QuantizedFiles:
+    """Find the quantized weights of a checkpoint.
+
+    Args:
+        fields: The fields of config.json.
+        headers: The stored tensors of each file.
+        read: Reads the bytes of a stored tensor.
+
+    Raises:
+        BadCheckpoint: The tensors contradict each other or the configuration.
+    """
+    places = {key: file for file, stored in headers.items() for key in stored}
+    dtype = _dtype(fields)
+    weights: dict[Path, dict[str, QuantizedWeight]] = {file: {} for file in headers}
+    parts_of: dict[str, dict[str, str]] = {}
+    for key in places:
+        for ending in (scheme.scales_in, *scheme.others, *filter(None, scheme.numbers_in)):
+            base = key.removesuffix(ending)
+            if key.endswith(ending) and (not scheme.weight or base.endswith(".")):
+                parts_of.setdefault(base, {})[ending] = key
+    hidden: set[str] = set()
+    for base, parts in sorted(parts_of.items()):
+        if "" in scheme.numbers_in and base in places:
+            parts[""] = base
+        if list(parts) == ["weight"] and headers[places[parts["weight"]]][parts["weight"]].dtype not in (*FLOAT8, "int8"):
+            continue  # a plain weight
+        weight = base + scheme.weight
+        found = _weight(weight, scheme, {ending: (places[key], key) for ending, key in parts.items()}, headers, read, dtype)
+        weights[next(found.parts[ending][0] for ending in scheme.numbers_in if ending in parts)][weight] = found
+        hidden |= {key for key in parts.values() if key != weight}
+    activation_scales = {key for key in places if key not in hidden and key.endswith(scheme.activation_scales)}
+    files = QuantizedFiles(scheme, weights, frozenset(hidden | activation_scales), len(activation_scales))
+    _check_all(fields, files, headers)
+    return files
+
+
+def _weight(
+    weight: str,
+    scheme: Scheme,
+    parts: Mapping[str, tuple[Path, str]],
+    headers: Mapping[Path, Mapping[str, Stored]],
+    read: Callable[[Path, str], bytes],
+    dtype: str | None,
+) -> QuantizedWeight:
+    """Return a quantized weight, after a check of its parts."""
+    stored = {ending: headers[file][key] for ending, (file, key) in parts.items()}
+    first = next(iter(parts.values()))
+    where = f"{first[0].name}: {weight[:120]}"
+    if not any(ending in parts for ending in scheme.numbers_in):
+        raise BadCheckpoint(
+            f"{where} has scales ({first[1][:120]}) and no numbers. The download may be incomplete: get a sound copy."
+        )
+    numbers = next(stored[ending] for ending in scheme.numbers_in if ending in parts)
+    if scheme.scales_in not in parts:
+        raise BadCheckpoint(
+            f"{where} is quantized ({scheme.name}) and has no scales (…{scheme.scales_in}). "
+            "The download may be incomplete: get a sound copy."
+        )
+    if numbers.dtype in FLOATS_READ:
+        raise BadCheckpoint(
+            f"{where} is in {numbers.dtype} beside scales of {scheme.name}: the folder is dequantized in part. "
+            "Get a sound copy, or dequantize all of it and remove quantization_config from config.json."
+        )
+    try:
+        layout = scheme.layout(stored, lambda ending: read(*parts[ending]))
+    except Contradiction as error:
+        raise BadCheckpoint(
+            f"{where} {error}, which is not {scheme.name}. config.json may belong to another model: get a sound copy."
+        ) from None
+    own = stored[scheme.scales_in].dtype
+    shape = layout.details.get("shape", layout.shape)
+    if scheme.transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return QuantizedWeight(scheme, layout, shape, dtype or (own if own in FLOATS_READ else "bfloat16"), parts)
+
+
+def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mapping[Path, Mapping[str, Stored]]) -> None:
+    """Raise BadCheckpoint if weights that should be quantized are not, or those that are have no scales."""
+    name, found = files.scheme.name, {key for weights in files.weights.values() for key in weights}
+    plain = {key: stored for content in headers.values() for key, stored in content.items() if key not in found | files.hidden}
+    if not found:
+        raise BadCheckpoint(
+            f"config.json says that the weights are quantized ({name}), and none of them is. If they were dequantized, remove "
+            "quantization_config from config.json."
+        )
+    if key := next((key for key, stored in plain.items() if stored.dtype in FLOAT8), None):
+        raise BadCheckpoint(
+            f"{key[:120]} is in {plain[key].dtype} and has no scales. The download may be incomplete: get a sound copy."
+        )
+    roles = {_role(key): key for key in found}
+    for key, stored in plain.items():
+        if (other := roles.get(_role(key))) and len(stored.shape) > 1 and not _is_left_out(key, fields):
+            raise BadCheckpoint(
+                f"{key[:120]} is in {stored.dtype}, while {other[:120]} is quantized ({name}), and config.json does not list "
+                "it as left out: the folder is dequantized in part. Get a sound copy."
+            )
+
+
+def _role(key: str) -> str:
+    """The name of a tensor without the numbers of blocks and experts."""
+    return re.sub(r"\d+", "*", key)
+
+
+def _is_left_out(key: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a configuration lists the module of a weight among those that are not quantized."""
+    settings = quantization_settings(fields) or {}
+    module = key.rpartition(".")[0]
+    for listed in _left_out(settings):
+        if listed.startswith("re:"):
+            if re.match(listed.removeprefix("re:"), module):
+                return True
+        elif listed in key or listed == module.rpartition(".")[2]:
+            return True
+    return bool(settings.get("dynamic")) or settings.get("layers_to_transform") is not None  # GPTQModel's rules by layer
+
+
+def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Names and patterns of the modules that are not quantized."""
+    for field_name in ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules"):
+        value = settings.get(field_name)
+        yield from (str(item) for item in value if item) if isinstance(value, list) else ()
+
+
+def _dtype(fields: Mapping[str, Any]) -> str | None:
+    """The dtype that a configuration names for the weights; None for another one or none."""
+    text = fields.get("text_config")
+    for part in (fields, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if (name := str(part.get(key)).removeprefix("torch.")) in FLOATS_READ:
+                return name
+    return None
