@@ -201,7 +201,7 @@ def bitsandbytes(*, nested: bool) -> Quantize:
 
 
 def gptq(bits: int, group: int, *, version: int = 1, reordered: bool = False) -> Quantize:
-    """GPTQ: (in, out), several inputs a word, zero points less one (borrowed from the next) in the first version of the format."""
+    """GPTQ: (in, out), several inputs a word, zero points less one in the first version."""
 
     def quantize(shape: tuple[int, ...], generator: torch.Generator) -> Quantized:
         outputs, inputs = shape

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsellm.checkpoints.packed_files import PACKED_METHOD, PackedEntry, can_hold, parse_entries, parts_of
-from sparsellm.checkpoints.quantization_schemes import Stored
+from sparsellm.checkpoints.quantization_schemes import PartHeader
 from sparsellm.checkpoints.quantized_weights import (
     QuantizedFiles,
     QuantizedWeight,
@@ -199,11 +199,13 @@ def _quantized_files(config: Path, files: tuple[Path, ...], _: tuple[tuple[int, 
     fields = read_json(config, BadCheckpoint)
     scheme = scheme_of(config.parent.name, fields)
     assert scheme is not None
-    headers = {file: {key: Stored(x.dtype, x.shape) for key, x in read_headers(file, decoded=False).items()} for file in files}
-    return find_weights(fields, scheme, headers, read_bytes)
+    headers = {
+        file: {key: PartHeader(x.dtype, x.shape) for key, x in read_headers(file, decoded=False).items()} for file in files
+    }
+    return find_weights(fields, scheme, headers, read_small_tensor)
 
 
-def read_bytes(file: Path, key: str) -> bytes:
+def read_small_tensor(file: Path, key: str) -> bytes:
     """Read the bytes of a small tensor of a safetensors file that was checked before."""
     header, position = locate_tensor(file, key)
     with file.open("rb") as stream:
@@ -255,9 +257,8 @@ def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
     if quantized is None:
         return headers
     weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in quantized.weights.get(file, {}).items()}
-    return dict(
-        sorted((weights | {key: x for key, x in headers.items() if key not in quantized.hidden | weights.keys()}).items())
-    )
+    plain = {key: header for key, header in headers.items() if key not in quantized.hidden and key not in weights}
+    return dict(sorted((weights | plain).items()))
 
 
 def _unpacked_headers(

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from sparsellm.errors import BadCheckpoint
 from sparsellm.solvers.integers import IntegerFormat
 
-WORD = 32
+WORD_BITS = 32
 """Bits of the integers that several numbers are packed into."""
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -40,7 +40,7 @@ class Contradiction(Exception):
 
 
 @dataclass(frozen=True)
-class Stored:
+class PartHeader:
     """Dtype (its name in torch) and shape of a stored tensor."""
 
     dtype: str
@@ -111,7 +111,7 @@ class Scheme(ABC):
         """The scheme, for notes and messages."""
 
     @abstractmethod
-    def layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         """Return the layout of a weight.
 
         Args:
@@ -123,12 +123,12 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        """Return the numbers of some rows of a matrix, less their zero points: (stop - start, columns), float32."""
+    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        """Return the numbers of some rows of a matrix, less their zero points: (rows, columns), float32."""
 
-    def factors(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        """Return the factors of some rows of a matrix: (stop - start, columns) or (stop - start, 1), float32."""
-        return by_block(self.scales(parts), layout, start, stop)
+    def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        """Return the factors of some rows of a matrix: (rows, columns) or (rows, 1), float32."""
+        return by_block(self.scales(parts), layout, rows)
 
     def scales(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the scales of a matrix, float32."""
@@ -152,14 +152,14 @@ class Float8(Scheme):
     def name(self) -> str:
         return "FP8" + (f" in blocks of {self.block[0]} x {self.block[1]}" if self.block else "")
 
-    def layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         weight = parts[""]
         if weight.dtype not in FLOAT8:
             raise Contradiction(f"is in {weight.dtype}")
         return Layout(weight.shape, 8, block_of(weight.shape, parts[self.scales_in], self.block), "floats")
 
-    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        return parts[""][start:stop].float()
+    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        return parts[""][rows].float()
 
 
 class MXFP4(Scheme):
@@ -168,15 +168,15 @@ class MXFP4(Scheme):
     numbers_in, scales_in, transposed = ("_blocks",), "_scales", True
     name = "MXFP4"
 
-    def layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         blocks, scales = parts["_blocks"], parts["_scales"]
         if (blocks.dtype, scales.dtype, len(blocks.shape)) != ("uint8", "uint8", 4) or blocks.shape[:3] != scales.shape:
             raise Contradiction(f"has numbers {_said(blocks)} and scales {_said(scales)}")
         size = 2 * blocks.shape[3]
         return Layout((*blocks.shape[:2], blocks.shape[2] * size), 4, (1, size), "floats")
 
-    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        return unpack_e2m1(parts["_blocks"][start:stop].flatten(1))
+    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        return unpack_e2m1(parts["_blocks"][rows].flatten(1))
 
 
 class CompressedTensors(Scheme):
@@ -206,7 +206,7 @@ class CompressedTensors(Scheme):
         format = self.settings.get("format") or self.settings.get("quant_method")
         return f"compressed-tensors {format}" + (f", {' and '.join(kinds)}" if kinds else "")
 
-    def layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         scale = parts["weight_scale"]
         if "weight" in parts:
             weight = parts["weight"]
@@ -220,7 +220,7 @@ class CompressedTensors(Scheme):
             return Layout(shape, 4, block_of(shape, scale, None, (*SCALES, "float8_e4m3fn", "uint8")), "floats")
         return self._packed_layout(parts, read)
 
-    def _packed_layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def _packed_layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         """Return the layout of integers in words of 32 bits."""
         packed, scale = parts["weight_packed"], parts["weight_scale"]
         stored = parts.get("weight_shape")
@@ -228,7 +228,9 @@ class CompressedTensors(Scheme):
             raise Contradiction("has no weight_shape of two integers")
         shape = tuple(torch.frombuffer(bytearray(read("weight_shape")), dtype=torch.int64).tolist())
         widths = {bits for bits in (2, 4, 8) if bits in [given.get("num_bits") for given in self._weights]} or {4, 8}
-        fits = [bits for bits in sorted(widths) if packed.shape == (shape[0], -(-shape[1] * bits // WORD)) and min(shape) > 0]
+        fits = [
+            bits for bits in sorted(widths) if packed.shape == (shape[0], -(-shape[1] * bits // WORD_BITS)) and min(shape) > 0
+        ]
         if packed.dtype != "int32" or not fits:
             raise Contradiction(f"of shape {shape} is not in {_said(packed)}")
         if "weight_g_idx" in parts:
@@ -241,34 +243,34 @@ class CompressedTensors(Scheme):
             raise Contradiction(f"has scales {_said(scale)}")
         return Layout(shape, fits[0], block, "words")
 
-    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
+    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         zero = parts.get("weight_zero_point")
         if "weight" not in parts and layout.kind == "floats":
-            return unpack_e2m1(parts["weight_packed"][start:stop])
+            return unpack_e2m1(parts["weight_packed"][rows])
         if "weight" in parts:
-            numbers = parts["weight"][start:stop].float()
-            return numbers if zero is None else numbers.sub_(by_block(zero.float(), layout, start, stop))
-        numbers = unpack_integers(parts["weight_packed"][start:stop], layout.bits, layout.columns).float()
+            numbers = parts["weight"][rows].float()
+            return numbers if zero is None else numbers.sub_(by_block(zero.float(), layout, rows))
+        numbers = unpack_integers(parts["weight_packed"][rows], layout.bits, layout.columns).float()
         if zero is None:
             return numbers
         if zero.dtype == torch.int32:  # packed along the rows
             zero = unpack_integers(zero.T.contiguous(), layout.bits, layout.rows).T
-        return numbers.sub_(self._by_group(zero.float(), parts, layout, start, stop))
+        return numbers.sub_(self._by_group(zero.float(), parts, layout, rows))
 
-    def factors(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
+    def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         if "weight_g_idx" in parts:
-            return self._by_group(self.scales(parts), parts, layout, start, stop)
-        return super().factors(parts, layout, start, stop)
+            return self._by_group(self.scales(parts), parts, layout, rows)
+        return super().factors(parts, layout, rows)
 
     def scales(self, parts: Mapping[str, Tensor]) -> Tensor:
         scales = super().scales(parts)
         return scales / parts["weight_global_scale"].float() if "weight_global_scale" in parts else scales
 
-    def _by_group(self, values: Tensor, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
+    def _by_group(self, values: Tensor, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         """Return the value of each column's group, which `weight_g_idx` lists where columns are in another order."""
         if "weight_g_idx" not in parts:
-            return by_block(values, layout, start, stop)
-        return values[start:stop][:, _groups(parts["weight_g_idx"], values.shape[1])]
+            return by_block(values, layout, rows)
+        return values[rows][:, _groups(parts["weight_g_idx"], values.shape[1])]
 
     def integers(self, layout: Layout) -> IntegerFormat | None:
         if layout.kind != "words":
@@ -284,7 +286,7 @@ class BitsAndBytes4(Scheme):
     others = (".quant_map", ".nested_absmax", ".nested_quant_map", *states)
     name = "bitsandbytes 4-bit"
 
-    def layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         ending = next((ending for ending in self.states if ending in parts), None)
         if ending is None or ".quant_map" not in parts:
             raise Contradiction("has no quant_state or no quant_map")
@@ -315,15 +317,15 @@ class BitsAndBytes4(Scheme):
             details={"shape": shape, "nested": nested, "offset": offset},
         )
 
-    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        first, last = start * layout.columns, stop * layout.columns
+    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        first, last = rows.start * layout.columns, rows.stop * layout.columns
         packed = parts[""].flatten()[first // 2 : -(-last // 2)]
         places = torch.stack([packed >> 4, packed & 15], 1).flatten()[first % 2 :][: last - first]
-        return parts[".quant_map"].float()[places.int()].view(stop - start, layout.columns)
+        return parts[".quant_map"].float()[places.int()].view(-1, layout.columns)
 
-    def factors(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        size, places = layout.block[1], torch.arange(start * layout.columns, stop * layout.columns)
-        return self._block_scales(parts, layout)[places // size].view(stop - start, layout.columns)
+    def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        size, places = layout.block[1], torch.arange(rows.start * layout.columns, rows.stop * layout.columns)
+        return self._block_scales(parts, layout)[places // size].view(-1, layout.columns)
 
     def _block_scales(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
         """Return the scale of each block of consecutive numbers."""
@@ -352,17 +354,17 @@ class GPTQ(Scheme):
         self.bits: int = settings.get("bits", 4)
         # The first format stores zero points less 1, as a subtraction from whole words, which may borrow from the next number.
         is_second = settings.get("checkpoint_format") == "gptq_v2"
-        self.added = 0 if is_second else sum(1 << place for place in range(0, WORD, self.bits))
+        self.added = 0 if is_second else sum(1 << place for place in range(0, WORD_BITS, self.bits))
 
     @property
     def name(self) -> str:
         return f"GPTQ int{self.bits}"
 
-    def layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         words, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
         if words.dtype != "int32" or len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in SCALES:
             raise Contradiction(f"has numbers {_said(words)} and scales {_said(scales)}")
-        shape = words.shape[0] * WORD // self.bits, words.shape[1]
+        shape = words.shape[0] * WORD_BITS // self.bits, words.shape[1]
         is_listed = "g_idx" not in parts or parts["g_idx"].shape == shape[:1]
         if scales.shape[1] != shape[1] or not is_listed or zeros is None or zeros.shape != self._zeros_shape(scales):
             raise Contradiction(
@@ -370,25 +372,25 @@ class GPTQ(Scheme):
             )
         return Layout(shape, self.bits, (-(-shape[0] // scales.shape[0]), 1), "integers")
 
-    def _zeros_shape(self, scales: Stored) -> tuple[int, int]:
+    def _zeros_shape(self, scales: PartHeader) -> tuple[int, int]:
         """The shape of the zero points."""
-        return scales.shape[0], -(-scales.shape[1] * self.bits // WORD)
+        return scales.shape[0], -(-scales.shape[1] * self.bits // WORD_BITS)
 
-    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        held = WORD // self.bits
-        words = parts["qweight"][start // held : -(-stop // held)]
-        numbers = unpack_unsigned(words.T, self.bits).T[start % held :][: stop - start]
+    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        held = WORD_BITS // self.bits
+        words = parts["qweight"][rows.start // held : -(-rows.stop // held)]
+        numbers = unpack_unsigned(words.T, self.bits).T[rows.start % held :][: rows.stop - rows.start]
         zeros = unpack_unsigned(parts["qzeros"] + self.added, self.bits)[:, : layout.columns].float()
-        return numbers.float().sub_(zeros[self._groups(parts, layout, start, stop)])
+        return numbers.float().sub_(zeros[self._groups(parts, layout, rows)])
 
-    def factors(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        return self.scales(parts)[self._groups(parts, layout, start, stop)]
+    def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        return self.scales(parts)[self._groups(parts, layout, rows)]
 
-    def _groups(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
+    def _groups(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         """Return the group of each of these inputs."""
         if "g_idx" in parts:
-            return _groups(parts["g_idx"], parts["scales"].shape[0])[start:stop]
-        return torch.arange(start, stop) // layout.block[0]
+            return _groups(parts["g_idx"], parts["scales"].shape[0])[rows]
+        return torch.arange(rows.start, rows.stop) // layout.block[0]
 
 
 class AWQ(GPTQ):
@@ -398,25 +400,25 @@ class AWQ(GPTQ):
     def name(self) -> str:
         return f"AWQ int{self.bits}"
 
-    def layout(self, parts: Mapping[str, Stored], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         words, scales = parts["qweight"], parts["scales"]
         if words.dtype != "int32" or len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in SCALES:
             raise Contradiction(f"has numbers {_said(words)} and scales {_said(scales)}")
-        shape, zeros = (words.shape[0], words.shape[1] * WORD // self.bits), parts.get("qzeros")
+        shape, zeros = (words.shape[0], words.shape[1] * WORD_BITS // self.bits), parts.get("qzeros")
         if scales.shape[1] != shape[1] or shape[0] % scales.shape[0] or (zeros and zeros.shape != self._zeros_shape(scales)):
             raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)}, and other zero points")
         return Layout(shape, self.bits, (shape[0] // scales.shape[0], 1), "integers")
 
-    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, start: int, stop: int) -> Tensor:
-        numbers = _in_order(unpack_unsigned(parts["qweight"][start:stop], self.bits)).float()
+    def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+        numbers = _in_order(unpack_unsigned(parts["qweight"][rows], self.bits)).float()
         if "qzeros" not in parts:
             return numbers
         zeros = _in_order(unpack_unsigned(parts["qzeros"], self.bits)).float()
-        return numbers.sub_(zeros[self._groups(parts, layout, start, stop)])
+        return numbers.sub_(zeros[self._groups(parts, layout, rows)])
 
 
 def block_of(
-    shape: Sequence[int], scale: Stored, declared: tuple[int, int] | None, dtypes: Sequence[str] = (*SCALES, "uint8")
+    shape: Sequence[int], scale: PartHeader, declared: tuple[int, int] | None, dtypes: Sequence[str] = (*SCALES, "uint8")
 ) -> tuple[int, int]:
     """Return the rows and columns that share a scale.
 
@@ -445,12 +447,12 @@ def block_of(
     return rows // given[-2], columns // given[-1]
 
 
-def by_block(values: Tensor, layout: Layout, start: int, stop: int) -> Tensor:
-    """Return the value of the block of each number in some rows, (stop - start, columns); for whole rows (stop - start, 1)."""
+def by_block(values: Tensor, layout: Layout, rows: slice) -> Tensor:
+    """Return the value of the block of each number in some rows, (rows, columns); for whole rows (rows, 1)."""
     (height, width), columns = layout.block, layout.columns
     values = values.reshape(-(-layout.rows // height), -(-columns // width))
-    rows = values[torch.arange(start, stop) // height]
-    return rows if rows.shape[1] == 1 else rows.repeat_interleave(width, 1)[:, :columns]
+    by_row = values[torch.arange(rows.start, rows.stop) // height]
+    return by_row if by_row.shape[1] == 1 else by_row.repeat_interleave(width, 1)[:, :columns]
 
 
 def as_scales(stored: Tensor) -> Tensor:
@@ -468,7 +470,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 def pack_integers(integers: Tensor, num_bits: int) -> Tensor:
     """Pack (out, in) integers, plus 2^(num_bits - 1), into (out, ceil(in · num_bits / 32)) int32, lowest bits first."""
     unsigned = (integers.int() + 2 ** (num_bits - 1)).to(torch.uint8)
-    unsigned = pad(unsigned, (0, -unsigned.shape[1] % (WORD // num_bits)))
+    unsigned = pad(unsigned, (0, -unsigned.shape[1] % (WORD_BITS // num_bits)))
     if num_bits == 4:
         unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
     words: Tensor = unsigned.contiguous().view(torch.int32)
@@ -508,6 +510,6 @@ def _pair(value: Any) -> tuple[int, int] | None:
     return (value[0], value[1]) if is_pair else None
 
 
-def _said(stored: Stored) -> str:
+def _said(stored: PartHeader) -> str:
     """Dtype and shape, for messages."""
     return f"{list(stored.shape)} in {stored.dtype}"

@@ -22,8 +22,8 @@ from sparsellm.checkpoints.quantization_schemes import (
     Contradiction,
     Float8,
     Layout,
+    PartHeader,
     Scheme,
-    Stored,
 )
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, plural
 from sparsellm.runtime.memory import human_bytes
@@ -87,10 +87,9 @@ class QuantizedWeight:
         """Dequantize a matrix, (rows, columns) as it is stored, in chunks of rows."""
         rows = max(1, CHUNK // self.layout.columns // WORD_ROWS) * WORD_ROWS
         for start in range(0, self.layout.rows, rows):
-            stop = min(start + rows, self.layout.rows)
-            numbers = self.scheme.numbers(parts, self.layout, start, stop)
-            rows_of = numbers.mul_(self.scheme.factors(parts, self.layout, start, stop))
-            matrix[start:stop] = rows_of if self.layout.kind == "floats" else rows_of.add_(0.0)
+            chunk = slice(start, min(start + rows, self.layout.rows))
+            product = self.scheme.numbers(parts, self.layout, chunk).mul_(self.scheme.factors(parts, self.layout, chunk))
+            matrix[chunk] = product if self.layout.kind == "floats" else product.add_(0.0)
 
 
 WORD_ROWS = 16
@@ -178,7 +177,7 @@ def _is_sparse(settings: Mapping[str, Any]) -> bool:
 def find_weights(
     fields: Mapping[str, Any],
     scheme: Scheme,
-    headers: Mapping[Path, Mapping[str, Stored]],
+    headers: Mapping[Path, Mapping[str, PartHeader]],
     read: Callable[[Path, str], bytes],
 ) -> QuantizedFiles:
     """Find the quantized weights of a checkpoint.
@@ -207,7 +206,14 @@ def find_weights(
         if list(parts) == ["weight"] and headers[places[parts["weight"]]][parts["weight"]].dtype not in (*FLOAT8, "int8"):
             continue  # a plain weight
         weight = base + scheme.weight
-        found = _weight(weight, scheme, {ending: (places[key], key) for ending, key in parts.items()}, headers, read, dtype)
+        found = _weight(
+            weight,
+            scheme,
+            {ending: (places[key], key) for ending, key in parts.items()},
+            headers=headers,
+            read=read,
+            dtype=dtype,
+        )
         weights[next(found.parts[ending][0] for ending in scheme.numbers_in if ending in parts)][weight] = found
         hidden |= {key for key in parts.values() if key != weight}
     activation_scales = {key for key in places if key not in hidden and key.endswith(scheme.activation_scales)}
@@ -220,7 +226,8 @@ def _weight(
     weight: str,
     scheme: Scheme,
     parts: Mapping[str, tuple[Path, str]],
-    headers: Mapping[Path, Mapping[str, Stored]],
+    *,
+    headers: Mapping[Path, Mapping[str, PartHeader]],
     read: Callable[[Path, str], bytes],
     dtype: str | None,
 ) -> QuantizedWeight:
@@ -256,10 +263,11 @@ def _weight(
     return QuantizedWeight(scheme, layout, shape, dtype or (own if own in FLOATS_READ else "bfloat16"), parts)
 
 
-def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mapping[Path, Mapping[str, Stored]]) -> None:
+def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mapping[Path, Mapping[str, PartHeader]]) -> None:
     """Raise BadCheckpoint if weights that should be quantized are not, or those that are have no scales."""
     name, found = files.scheme.name, {key for weights in files.weights.values() for key in weights}
-    plain = {key: stored for content in headers.values() for key, stored in content.items() if key not in found | files.hidden}
+    known = found | files.hidden
+    plain = {key: stored for content in headers.values() for key, stored in content.items() if key not in known}
     if not found:
         raise BadCheckpoint(
             f"config.json says that the weights are quantized ({name}), and none of them is. If they were dequantized, remove "

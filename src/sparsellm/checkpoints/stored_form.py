@@ -100,7 +100,7 @@ class StoredForm:
         """
         stored, found = self.dtypes(), dict[str, Tensor]()
         for key, tensor in tensors.items():
-            is_widened = tensor.is_floating_point() and tensor.dtype not in (dtype, getattr(torch, stored.get(key, "float32")))
+            is_widened = key in stored and tensor.dtype not in (dtype, getattr(torch, stored[key]))
             if is_widened and torch.equal((narrow := tensor.to(dtype)).to(tensor.dtype), tensor):
                 found[key] = narrow
         return found

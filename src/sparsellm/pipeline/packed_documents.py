@@ -14,7 +14,7 @@ from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, docum
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.opening import open_folder
-from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.packed_files import is_packed, parts_of
 from sparsellm.checkpoints.quantized_weights import quantization_settings
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
@@ -58,9 +58,9 @@ class Source:
         return cls(str(name), folder, read_config(str(name), folder), files, stamps)
 
     def check_plain(self, verb: str) -> None:
-        """Raise InvalidSetting for a quantized model, which `verb` does not apply to."""
+        """Raise InvalidSetting for a quantized model, which `verb` does not apply to; one that is packed passes."""
         settings = quantization_settings(self.fields)
-        if settings is not None:
+        if settings is not None and not is_packed(self.name, self.fields):
             method = str(settings.get("quant_method", "unknown"))[:40]
             raise InvalidSetting(
                 f"{self.name} is quantized already ({method}). {verb} the plain checkpoint that it was made from."
