@@ -33,7 +33,7 @@ MOMENTS = (
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("models.blocks:Block.__call__", "activations.output_cache:OutputCache.mark_final"),
     "moments": MOMENTS,
-    "factorisation": (
+    "factorization": (
         "solvers.linalg:cholesky_",
         "solvers.linalg:upper_factor_",
         "solvers.linalg:invert_triangular_",
@@ -245,7 +245,7 @@ def instrumented(
             setattr(holder, name, original)
 
 
-PRODUCT, FACTOR, SPECTRUM, PASS = "products", "factorisations", "eigenvectors", "passes"
+PRODUCT, FACTOR, SPECTRUM, PASS = "products", "factorizations", "eigenvectors", "passes"
 """Kinds of work. The first three are counted in floating-point operations, passes over memory in bytes."""
 
 EIGEN = 9

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from measuring import MEASURED, markdown_table, read_figures
 from quality import svg_of
 
-from sparsellm.studies.figures import COLOURS, INK, new_figure, style
+from sparsellm.studies.figures import COLORS, INK, new_figure, style
 
 FILE = MEASURED / "bits.json"
 MODELS = ("demo-opt", "demo-llama", "wt2-opt", "wt2-llama")
@@ -183,15 +183,15 @@ def llama_cpp() -> list[str]:
 
 
 def chart() -> str:
-    """Excess against bits for each model, as SVG whose colours follow the reader's system."""
+    """Excess against bits for each model, as SVG whose colors follow the reader's system."""
     with style():
         figure = new_figure(7.2, 5.4)
         for axes, model in zip(figure.subplots(2, 2).flat, MODELS, strict=True):
-            for (label, forms), colour in zip(LINES.items(), (INK, *COLOURS), strict=False):
+            for (label, forms), color in zip(LINES.items(), (INK, *COLORS), strict=False):
                 best = frontier(matching(model, forms))
                 values = [max(point.excess, FLOOR) for point in best]
                 line = "--" if label.startswith("dense") else "-"
-                axes.plot([point.bits for point in best], values, line, color=colour, marker="o", markersize=3, label=label)
+                axes.plot([point.bits for point in best], values, line, color=color, marker="o", markersize=3, label=label)
             axes.set(title=model, yscale="log", xlim=(0.8, 8.4), ylim=(0.8 * FLOOR, 1))
         handles = figure.axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8)

@@ -58,7 +58,7 @@ METHODS: dict[str, tuple[Callable[[], BlockMethod], float]] = {
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("models.blocks:Block.__call__",),
     "moments": MOMENTS,
-    "factorisation": ("solvers.linalg:cholesky_", "solvers.linalg:upper_factor_", "solvers.linalg:invert_triangular_"),
+    "factorization": ("solvers.linalg:cholesky_", "solvers.linalg:upper_factor_", "solvers.linalg:invert_triangular_"),
     "regression": ("solvers.problem:LayerProblem.from_targets",),
     "masks": ("solvers.patterns:keep_largest",),
     "column loop": ("solvers.sparsegpt:_sweep", "solvers.sparsegpt:prune_columns"),

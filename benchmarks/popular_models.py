@@ -1,6 +1,6 @@
-"""Memory and operations of pruning well-known models, as `sparsellm plan` estimates them: docs/popular-models.md.
+"""Memory, operations and time of pruning well-known models, as `sparsellm plan` estimates them: docs/popular-models.md.
 
-    python benchmarks/popular_models.py measure    # two minutes; needs neither the models nor a network
+    OMP_NUM_THREADS=2 python benchmarks/popular_models.py measure    # two minutes; needs neither the models nor a network
     python benchmarks/popular_models.py table
 
 `plan` reads a model's configuration and the headers of its weight files. Both are written here from the sizes in each model's
@@ -14,9 +14,12 @@ import math
 import struct
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from gpu import LLAMA_2_7B
 from measuring import (
     MEASURED,
     TOKENIZER_OF,
@@ -72,7 +75,15 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "meta-llama/Llama-3.2-1B": LlamaConfig(**LLAMA3, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16),
     "meta-llama/Llama-3.1-8B": LlamaConfig(**LLAMA3, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32),
-    "unsloth/gpt-oss-20b-BF16": GptOssConfig(
+    "meta-llama/Llama-2-70b-hf": LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "openai/gpt-oss-20b": GptOssConfig(
         vocab_size=201_088,
         hidden_size=2880,
         intermediate_size=2880,
@@ -85,7 +96,9 @@ MODELS: dict[str, PreTrainedConfig] = {
         sliding_window=128,
     ),
 }
-"""By their names on the hub, the sizes in their config.json. All are stored in bfloat16."""
+"""By their names on the hub, the sizes in their config.json. All are stored in bfloat16, the experts of GPT-OSS in MXFP4."""
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}
 
 RUNS = (("sparsegpt", {"method": "sparsegpt"}), ("fast", {"effort": "fast"}), ("standard", {}))
 """A layer-wise method and the default's two efforts, with the options that choose them."""
@@ -93,24 +106,31 @@ RUNS = (("sparsegpt", {"method": "sparsegpt"}), ("fast", {"effort": "fast"}), ("
 SAMPLES, LENGTH = 128, 2048
 """The calibration of the SparseGPT and SparseLLM papers."""
 
+ON_GPU = {"sparsegpt": {"method": "sparsegpt"}, "standard": {"gauss_newton_steps": 0, "allocation": "uniform"}}
+GPU_METHODS, GPU_SAMPLES = {"sparsegpt": "SparseGPT", "standard": "default, closed form"}, 64
+"""The runs of which `gpu.py` measured a block, their names there, and its number of sequences."""
+
+CORES, MORE_CORES = 2, 32
+"""Cores whose speed was measured, and to which the time is scaled."""
+
 
 TIED = ("Qwen/Qwen3-0.6B", "google/gemma-3-1b-it", "meta-llama/Llama-3.2-1B")
 """Models whose head is their embedding."""
 
 
-def write_without_values(folder: Path, name: str) -> int:
+def write_without_values(folder: Path, config: PreTrainedConfig) -> int:
     """Write a model's configuration, a tokenizer, and a weight file with a header and a hole; the bytes of the weights."""
-    config = MODELS[name]
-    config.tie_word_embeddings = name in TIED
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    tied = {"lm_head.weight"} if name in TIED else set()
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     header, offset = dict[str, object](), 0
     for key, tensor in model.state_dict().items():
-        if key not in tied:
-            end = offset + 2 * math.prod(tensor.shape)
-            header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        for name_in_file, dtype, shape in _stored(key, tensor.shape) if key not in tied else ():
+            end = offset + (2 if dtype == "BF16" else 1) * math.prod(shape)
+            header[name_in_file] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
             offset = end
+    if isinstance(config, GptOssConfig):
+        config.quantization_config = MXFP4
     config.dtype, config.architectures = torch.bfloat16, [type(model).__name__]
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(open_checkpoint(TOKENIZER_OF).folder).save_pretrained(folder)
@@ -121,25 +141,52 @@ def write_without_values(folder: Path, name: str) -> int:
     return offset
 
 
+def _stored(key: str, shape: torch.Size) -> list[tuple[str, str, list[int]]]:
+    """Name, dtype and shape of each stored tensor of a parameter: experts of GPT-OSS are blocks of 16 bytes and scales."""
+    if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return [(key, "BF16", list(shape))]
+    groups = [shape[0], shape[2], shape[1] // 32]
+    return [(f"{key}_blocks", "U8", [*groups, 16]), (f"{key}_scales", "U8", groups)]
+
+
 def measure() -> None:
-    """Plan each model by each method: memory, disk space and seconds."""
-    for name in MODELS:
+    """Plan each model by each method: memory, disk space, operations and seconds; and the block that was pruned on a GPU."""
+    for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
-            size = write_without_values(Path(folder), name)
+            config.tie_word_embeddings = name in TIED
+            size = write_without_values(Path(folder), config)
             plans = {}
             for run, options in RUNS:
                 words = arguments("plan", folder, sparsity="50%", calibration="demo", samples=SAMPLES, **options)
                 words += ["--sequence-length", str(LENGTH), "--json"]
-                done = subprocess.run([*program(), *words], capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise SystemExit(f"{name}, {run}: {done.stderr}")
-                stages = json.loads(done.stdout)["stages"]
-                plans[run] = {
-                    "memory": max(stage["memory"]["cpu"] for stage in stages),
-                    "files": max(stage["files"] for stage in stages),
-                    "operations": sum(stage["operations"] for stage in stages),
-                }
+                plans[run] = _planned(words)
             record(FILE, name, {"bytes": size, "plans": plans})
+    record(FILE, "block", {run: _block_operations(options) for run, options in ON_GPU.items()})
+
+
+def _block_operations(options: Mapping[str, Any]) -> float:
+    """Operations of pruning one block of the shape that `gpu.py` measured: what a second one adds to a plan."""
+    found = []
+    for blocks in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            write_without_values(Path(folder), LlamaConfig(**LLAMA_2_7B, num_hidden_layers=blocks))
+            words = arguments("plan", folder, sparsity="70%", calibration="demo", samples=GPU_SAMPLES, **options)
+            found.append(_planned([*words, "--sequence-length", str(LENGTH), "--json"])["operations"])
+    return found[1] - found[0]
+
+
+def _planned(words: Sequence[str]) -> dict[str, float]:
+    """The largest memory and disk space of a plan, its operations and its seconds."""
+    done = subprocess.run([*program(), *words], capture_output=True, text=True, check=False)
+    if not done.stdout.startswith("{"):  # a plan that this machine cannot carry out is printed all the same
+        raise SystemExit(f"{' '.join(words)}: {done.stderr}")
+    stages = json.loads(done.stdout)["stages"]
+    return {
+        "memory": max(stage["memory"]["cpu"] for stage in stages),
+        "files": max(stage["files"] for stage in stages),
+        "operations": sum(stage["operations"] for stage in stages),
+        "seconds": sum(stage["seconds"] for stage in stages),
+    }
 
 
 def table() -> list[str]:
@@ -154,6 +201,26 @@ def table() -> list[str]:
             work = f"{plan['operations'] / 1e15:.2f} PFLOP"
             rows.append([f"`{name}`", f"{figures['bytes'] / 1e9:.1f} GB", run, *sizes, work])
     return markdown_table(head, rows, left=(0, 2))
+
+
+def hours() -> list[str]:
+    """By model and method: hours on the processor that was measured, on one with more such cores, and on a GPU."""
+    measured, gpu = read_figures(FILE), read_figures(MEASURED / "gpu.json")
+    blocks = gpu[f"70%, {GPU_SAMPLES} x {LENGTH}"]["methods"]
+    rows = []
+    for name in MODELS:
+        for run, plan in measured[name]["plans"].items():
+            here = plan["seconds"]
+            on_gpu = "not measured"
+            if run in ON_GPU:
+                on_gpu = _time(plan["operations"] * blocks[GPU_METHODS[run]]["seconds"] / measured["block"][run])
+            rows.append([f"`{name}`", run, _time(here), _time(here * CORES / MORE_CORES), on_gpu])
+    return markdown_table(("model", "run", f"{CORES} cores", f"{MORE_CORES} cores", "H100"), rows, left=(0, 1))
+
+
+def _time(seconds: float) -> str:
+    """Minutes below two hours, and hours."""
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.0f} h"
 
 
 if __name__ == "__main__":

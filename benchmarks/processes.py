@@ -90,7 +90,7 @@ def table() -> list[str]:
 
 WIDTH, HIDDEN, KEYS, DEPTH, TOKENS, SEQUENCE = 8192, 28672, 1024, 80, 128 * 2048, 2048
 RATE, SOLVING, LINK = 400e12, 40e12, {8: 300e9, 64: 40e9}
-"""Assumed, not measured: operations a second in 16-bit products and in float32 factorisations, bytes a second between GPUs."""
+"""Assumed, not measured: operations a second in 16-bit products and in float32 factorizations, bytes a second between GPUs."""
 
 
 def costs() -> list[str]:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from measuring import markdown_table
 
 from sparsellm.pipeline.display import with_standard_error
-from sparsellm.studies.figures import COLOURS, FAINT, INK, Plot, new_figure, style
+from sparsellm.studies.figures import COLORS, FAINT, INK, Plot, new_figure, style
 
 ROWS: dict[str, tuple[str, ...]] = {
     "SparseGPT": ("SparseGPT",),
@@ -72,7 +72,7 @@ def shares_table(patterns: tuple[str, ...] = ("80%", "90%")) -> list[str]:
 
 
 def chart() -> str:
-    """Perplexity against sparsity for each model, as SVG whose colours follow the reader's system."""
+    """Perplexity against sparsity for each model, as SVG whose colors follow the reader's system."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     patterns = [pattern for pattern in PATTERNS if pattern.endswith("%")]
@@ -81,10 +81,10 @@ def chart() -> str:
         panels = figure.subplots(2, 3).flat
         for axes, (name, data) in zip(panels, of_models().items(), strict=False):
             axes.axhline(data["dense"]["perplexity"], color=INK, linestyle=":", label="dense")
-            for method, colour in zip(BRIEF, COLOURS, strict=False):
+            for method, color in zip(BRIEF, COLORS, strict=False):
                 found = {float(p[:-1]): cells(data, method, p).values() for p in patterns}
                 points = [(share, mean(c["perplexity"] for c in some)) for share, some in found.items() if some]
-                axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=method)
+                axes.plot(*zip(*points, strict=True), color=color, marker="o", label=method)
             axes.set(title=name, yscale="log", xticks=[float(p[:-1]) for p in patterns], xticklabels=patterns)
             low, high = axes.get_ylim()
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 4, 6, 8)))
@@ -99,7 +99,7 @@ def chart() -> str:
 
 
 def svg_of(figure: Figure, name: str) -> str:
-    """A figure as SVG whose colours follow the reader's system."""
+    """A figure as SVG whose colors follow the reader's system."""
     svg = Plot(name, "", "", (), (), figure).save("svg").decode()
     svg = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(FAINT, "var(--line)")
     look = f":root{{--ink:{INK};--line:{FAINT}}}@media(prefers-color-scheme:dark){{:root{{--ink:#d7dae0;--line:#4a4f58}}}}"

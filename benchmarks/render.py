@@ -118,6 +118,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "recover memory": recover_memory.table,
     "time left": time_left.table,
     "popular models": popular_models.table,
+    "hours": popular_models.hours,
     "rounding": rounding.table,
     "packing": packing.table,
     "packing dtypes": packing.other_dtypes,

@@ -50,6 +50,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "vocab_size": 32000,
     },
+    "llama-3.2-1b": {
+        "family": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "dtype": torch.bfloat16,
+    },
     "tinyllama-1.1b": {
         "family": "llama",
         "hidden_size": 2048,
@@ -60,7 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": torch.bfloat16,
     },
 }
-"""The shapes of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each, and TinyLlama-1.1B, which has 22."""
+"""The shapes of facebook/opt-125m and JackFram/llama-160m (twelve blocks each), Llama-3.2-1B (16) and TinyLlama-1.1B (22)."""
 
 OURS = {"method": "sparsellm"}
 LAYER_BY_LAYER = OURS | {"scope": "none", "solver": "alps"}

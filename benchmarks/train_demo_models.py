@@ -100,7 +100,7 @@ def train(training: DemoTraining, output: Path) -> dict[str, object]:
 
 
 def build_model(training: DemoTraining) -> PreTrainedModel:
-    """Initialise a model of four blocks of width 192, two million parameters: one per character of the text."""
+    """Initialize a model of four blocks of width 192, two million parameters: one per character of the text."""
     if training.family == "opt":
         model = OPTForCausalLM(OPTConfig(
             vocab_size=training.vocabulary, hidden_size=192, word_embed_proj_dim=192, num_hidden_layers=4, ffn_dim=768,

@@ -156,7 +156,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int, length: int) -> PreTr
 
 @torch.no_grad()
 def tell_positions_from_tokens(tokens: Tensor, positions: Tensor) -> None:
-    """Initialise OPT's embeddings: position embeddings as sinusoids of a smaller scale than the token embeddings.
+    """Initialize OPT's embeddings: position embeddings as sinusoids of a smaller scale than the token embeddings.
 
     At equal scale and a high learning rate, the noise of the position embeddings dominates the token embeddings, and the loss
     stays above that of a bigram model for a thousand steps. Wavelengths range from 6 tokens to six sequences of 256.

@@ -56,7 +56,7 @@ def read_texts(paths: Sequence[Path]) -> Texts:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    """Token ids of a text, (tokens,) int32, in pieces that several threads tokenise."""
+    """Token ids of a text, (tokens,) int32, in pieces that several threads tokenize."""
     pieces = [f"{piece}\n\n" for piece in text.split("\n\n")]
     found = []
     for start in range(0, len(pieces), 10_000):

@@ -154,7 +154,7 @@ def table() -> list[str]:
             measured = on_gpu.get(f"{name} | {width}")
             gpu = ["", ""] if measured is None else [f"{measured['seconds']:.1f}", memory_of(measured)]
             rows.append([race[name][1], str(width), *counts, f"{seconds:,.0f}", f"{(products + factors) / H100:.1f}", *gpu])
-    head = ["", "width", "products, TFLOP", "factorisations", "eigendecompositions", "seconds here"]
+    head = ["", "width", "products, TFLOP", "factorizations", "eigendecompositions", "seconds here"]
     return markdown_table([*head, "seconds, H100's peak", "seconds, H100", "its memory"], rows)
 
 

@@ -22,37 +22,37 @@ from sparsellm.solvers.patterns import NM, Pattern, Unstructured
 FOLDER = Path(__file__).with_name("pictures")
 
 INK, FAINT, PRUNED, SIGNAL, WRONG = "#22262e", "#8a919c", "#3d85c6", "#e08214", "#d1495b"
-"""Colours of text and lines, of unchanged parts, of pruned parts, of auxiliary signals and of errors."""
+"""Colors of text and lines, of unchanged parts, of pruned parts, of auxiliary signals and of errors."""
 
 LOOK = f"<style>:root{{--ink:{INK}}}@media(prefers-color-scheme:dark){{:root{{--ink:#d7dae0}}}}</style>"
-"""The ink follows the reader's colour scheme; the other colours are legible on white and on black."""
+"""The ink follows the reader's color scheme; the other colors are legible on white and on black."""
 
 TEXT = 9.5
 """Font size in points. A picture is about 400 points wide, so that it is legible on a phone."""
 
 
-def box(axes: Axes, x: float, y: float, words: str, colour: str = FAINT, width: float = 12, height: float = 7) -> None:
-    """A box centred at (x, y) with text in it."""
+def box(axes: Axes, x: float, y: float, words: str, color: str = FAINT, width: float = 12, height: float = 7) -> None:
+    """A box centered at (x, y) with text in it."""
     shape = FancyBboxPatch(
-        (x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0,rounding_size=1.2", ec=colour, fc=(colour, 0.18)
+        (x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0,rounding_size=1.2", ec=color, fc=(color, 0.18)
     )
     axes.add_patch(shape)
     say(axes, x, y, words)
 
 
-def signal(axes: Axes, x: float, y: float, words: str, colour: str = SIGNAL, radius: float = 3.4) -> None:
-    """A circle centred at (x, y) with a letter in it. radius: in hundredths of the width."""
+def signal(axes: Axes, x: float, y: float, words: str, color: str = SIGNAL, radius: float = 3.4) -> None:
+    """A circle centered at (x, y) with a letter in it. radius: in hundredths of the width."""
     wide, high = axes.figure.get_size_inches()
-    axes.add_patch(Ellipse((x, y), 2 * radius, 2 * radius * wide / high, ec=colour, fc=(colour, 0.18)))
+    axes.add_patch(Ellipse((x, y), 2 * radius, 2 * radius * wide / high, ec=color, fc=(color, 0.18)))
     say(axes, x, y, words)
 
 
-def say(axes: Axes, x: float, y: float, words: str, side: Any = "center", colour: str = INK) -> None:
-    """Text at (x, y), centred or to one side of it."""
-    axes.text(x, y, words, ha=side, va="center", color=colour, fontsize=TEXT, linespacing=1.35)
+def say(axes: Axes, x: float, y: float, words: str, side: Any = "center", color: str = INK) -> None:
+    """Text at (x, y), centered or to one side of it."""
+    axes.text(x, y, words, ha=side, va="center", color=color, fontsize=TEXT, linespacing=1.35)
 
 
-def arrow(axes: Axes, *places: tuple[float, float], colour: str = INK, style: str = "-|>") -> None:
+def arrow(axes: Axes, *places: tuple[float, float], color: str = INK, style: str = "-|>") -> None:
     """An arrow through the points."""
     for begin, end in pairwise(places):
         head = style if end == places[-1] else "-"
@@ -62,7 +62,7 @@ def arrow(axes: Axes, *places: tuple[float, float], colour: str = INK, style: st
                 end,
                 arrowstyle=head,
                 mutation_scale=8,
-                color=colour,
+                color=color,
                 lw=1.1,
                 shrinkA=0,
                 shrinkB=0,
@@ -131,7 +131,7 @@ def goals(axes: Axes) -> None:
     )
     for y, name, says in rows:
         say(axes, 2, y + 12, f"{name}: {says}", "left")
-    gap = {"colour": WRONG, "style": "<|-|>"}
+    gap = {"color": WRONG, "style": "<|-|>"}
     for y in (86, 54, 22):
         say(axes, 4, y, "$x$")
         arrow(axes, (7, y), (12, y))
@@ -161,11 +161,11 @@ def goals(axes: Axes) -> None:
     signal(axes, 58, y, "$p$")
     arrow(axes, (61.4, y), (64, y), style="-")
     arrow(axes, (78, y), (93, y), **gap)
-    say(axes, 28.8, y - 7, r"$\alpha$", colour=WRONG)
-    say(axes, 51.3, y - 7, r"$\beta$", colour=WRONG)
-    say(axes, 85.5, y - 7, r"$\alpha$", colour=WRONG)
+    say(axes, 28.8, y - 7, r"$\alpha$", color=WRONG)
+    say(axes, 51.3, y - 7, r"$\beta$", color=WRONG)
+    say(axes, 85.5, y - 7, r"$\alpha$", color=WRONG)
     arrow(axes, (4, 3), (10, 3), **gap)
-    say(axes, 12, 3, "an error that is minimised", "left")
+    say(axes, 12, 3, "an error that is minimized", "left")
 
 
 def cycle(axes: Axes) -> None:
@@ -173,11 +173,11 @@ def cycle(axes: Axes) -> None:
     steps = (
         (25, 82, "1. input projections\n" r"$W_{in}$ toward $z$, on $x$" "\nby the solver", PRUNED),
         (75, 82, "2. output projection\n" r"$W_{out}$ toward $y$, on $p$" "\nby the solver", PRUNED),
-        (75, 30, "3. hidden activation\n" r"$p$ between $\varphi(z)$ and $y$" "\none factorisation", SIGNAL),
+        (75, 30, "3. hidden activation\n" r"$p$ between $\varphi(z)$ and $y$" "\none factorization", SIGNAL),
         (25, 30, "4. pre-activation\n" r"$z$ between $W_{in}x$ and $p$" "\nelementwise", SIGNAL),
     )
-    for x, y, words, colour in steps:
-        box(axes, x, y, words, colour, 44, 30)
+    for x, y, words, color in steps:
+        box(axes, x, y, words, color, 44, 30)
     arrow(axes, (47, 82), (53, 82))
     arrow(axes, (75, 67), (75, 45))
     arrow(axes, (53, 30), (47, 30))
@@ -188,19 +188,19 @@ def cycle(axes: Axes) -> None:
 
 def streams(axes: Axes) -> None:
     """The dense and the pruned stream, and the targets of the pruned block."""
-    for y, name, words, colour, letter in (
+    for y, name, words, color, letter in (
         (80, "dense stream", "dense block", FAINT, "r"),
         (24, "pruned stream", "pruned block", PRUNED, r"\hat r"),
     ):
         say(axes, 1, y + 14, name, "left")
         arrow(axes, (1, y), (10, y))
-        box(axes, 17.5, y, "previous\nblocks", colour, 15, 16)
+        box(axes, 17.5, y, "previous\nblocks", color, 15, 16)
         arrow(axes, (25, y), (39, y))
         say(axes, 28.5, y + 6, f"${letter}$")
-        box(axes, 55, y, words, colour, 32, 16)
+        box(axes, 55, y, words, color, 32, 16)
         arrow(axes, (71, y), (99, y))
     say(axes, 73, 89, "$t$: the output of\neach of its layers", "left")
-    arrow(axes, (55, 72), (55, 32), colour=SIGNAL)
+    arrow(axes, (55, 72), (55, 32), color=SIGNAL)
     say(
         axes,
         57,
@@ -208,7 +208,7 @@ def streams(axes: Axes) -> None:
         "targets $t$; for the two output\n" r"projections $t + (r - \hat r)$, which" "\nalso corrects earlier errors",
         "left",
     )
-    arrow(axes, (32, 79), (32, 25), colour=WRONG, style="<|-|>")
+    arrow(axes, (32, 79), (32, 25), color=WRONG, style="<|-|>")
     say(axes, 30, 52, r"error so far:" "\n" r"$r - \hat r$", "right")
     say(axes, 55, 8, r"each layer is solved on its pruned inputs $\hat x$")
 

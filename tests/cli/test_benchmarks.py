@@ -67,6 +67,6 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     with clock.instrumented(phases.wrap, clock.PHASES):
         assert solver.upper_factor_ is linalg.upper_factor_ is not before[0]
         solver.upper_factor_(torch.eye(3))
-        assert phases.seconds["factorisation"] > 0
+        assert phases.seconds["factorization"] > 0
     assert (linalg.upper_factor_, solver.SparseGPT.solve, layerwise.solve) == before
     assert solver.upper_factor_ is before[0]

@@ -27,7 +27,7 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {"SparseGPT": "column loop", "Algorithm 1": "gate", "default, closed form": "ADMM"}
     for name, phase in expected.items():
         phases = found["methods"][name]["phases"]
-        assert {"forward", "moments", "factorisation", "errors", phase} <= phases.keys()
+        assert {"forward", "moments", "factorization", "errors", phase} <= phases.keys()
         assert found["methods"][name]["seconds"] > 0
         assert phases["forward"]["roofline"] > 0
         assert phases["moments"]["roofline"] > 0

@@ -1,4 +1,4 @@
-"""The model card: what the hub reads of it, whose licence it carries, and that it says how to load the model."""
+"""The model card: what the hub reads of it, whose license it carries, and that it says how to load the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ extra_gated_prompt: "Sign here"
 
 @pytest.fixture
 def licensed(tiny: dict[str, Path], tmp_path: Path) -> Path:
-    """A tiny model with a card, its licence and what goes with it."""
+    """A tiny model with a card, its license and what goes with it."""
     folder = Path(shutil.copytree(tiny["opt"], tmp_path / "tiny-opt"))
     (folder / "README.md").write_text(CARD, encoding="utf-8")
     for name in ("LICENSE.md", "Notice", "USE_POLICY.md", "training_notes.md"):
@@ -50,7 +50,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def test_a_hub_model_s_card(licensed: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It links its base, carries licence and language, and the licence's files come along; twice the same bytes."""
+    """It links its base, carries license and language, and the license's files come along; twice the same bytes."""
     asked: list[dict[str, Any]] = []
 
     def download(name: str, **words: Any) -> str:

@@ -159,7 +159,7 @@ def test_the_card_shows_names_as_they_are(text: str) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_the_card_s_front_matter_is_its_own(text: str) -> None:
-    """A licence's words are one value, whatever they hold; a name that the hub would refuse is no base."""
+    """A license's words are one value, whatever they hold; a name that the hub would refuse is no base."""
     data = ModelCard(card_of(text)).data.to_dict()
     assert data["license"] == text
     assert data["language"] == [text]

@@ -115,7 +115,7 @@ def test_pages_from_outside_docs(site: Path) -> None:
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
 def test_pictures_are_small_and_shown(picture: Path) -> None:
-    """With words for those who do not see them, and colours that follow the reader's."""
+    """With words for those who do not see them, and colors that follow the reader's."""
     assert picture.stat().st_size < 100_000
     svg = picture.read_text(encoding="utf-8")
     assert "prefers-color-scheme:dark" in svg

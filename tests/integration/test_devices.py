@@ -78,7 +78,7 @@ def test_the_largest_without_waiting(removed: int) -> None:
     assert int(wanted.sum()) == 40 - removed
 
 
-def test_a_failed_factorisation_is_noted() -> None:
+def test_a_failed_factorization_is_noted() -> None:
     """The pivot that failed comes as a tensor; a sound matrix gives the same factor either way."""
     sound, bad = torch.eye(3) + 0.1, torch.diag(torch.tensor([1.0, -1.0, 1.0]))
     lower, pivot = cholesky_ex_(sound.clone())
@@ -118,13 +118,13 @@ def test_the_same_results_without_waiting(family: str, pattern: str, queued: Cal
 
 
 def test_damping_is_raised_without_waiting(queued: Callable[[], None]) -> None:
-    """Layers whose factorisation fails get more damping as elsewhere, and the others none; told as elsewhere."""
+    """Layers whose factorization fails get more damping as elsewhere, and the others none; told as elsewhere."""
     one, other = model_of("llama"), model_of("llama")
     said = results(one, "50%", SparseGPT(damping=0.0), windows=1)
     queued()
     assert results(other, "50%", SparseGPT(damping=0.0), windows=1) == said
     assert same(one, other)
-    assert any(layer.damping for layer in said), "some factorisation has to fail for this test to say anything"
+    assert any(layer.damping for layer in said), "some factorization has to fail for this test to say anything"
 
 
 def test_no_answer_at_all_is_told(queued: Callable[[], None]) -> None:

@@ -269,6 +269,6 @@ def _line(line: bytes, random: Random) -> bytes:
 
 
 def test_cards(copied: Path) -> None:
-    """What a dense model's card says of its licence is left out where it cannot be read; nothing is refused for it."""
+    """What a dense model's card says of its license is left out where it cannot be read; nothing is refused for it."""
     content = b"---\nlicense: mit\nlanguage: [en, no]\n---\n# A model\n"
     fuzz(copied / "README.md", mutated([content]), lambda: card_terms(copied), refuses=False)

@@ -375,7 +375,7 @@ def test_damaged_part_is_named(packed_models: Callable[..., tuple[Path, Path]], 
 
 
 def test_transformers_without_this_package_raises(packed_models: Callable[..., tuple[Path, Path]]) -> None:
-    """It must not run weights that it initialises."""
+    """It must not run weights that it initializes."""
     code = f"""if True:
         import sys
         from transformers import AutoModelForCausalLM

@@ -135,7 +135,7 @@ def test_verification_finds_what_was_not_written_as_meant(
 
 
 def test_damping_is_raised_only_as_recorded(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a factorisation fails, the damping that helped stands in each layer's result and in a note."""
+    """Where a factorization fails, the damping that helped stands in each layer's result and in a note."""
     from sparsellm.solvers import sparsegpt
 
     real = sparsegpt.add_diagonal_

@@ -322,8 +322,8 @@ def test_windows_of_documents() -> None:
     assert "one stream" in calibration_windows(text, tokenizer(), samples=7, sequence_length=10, seed=3, **PAPERS).description
 
 
-def test_few_documents_are_tokenised_where_many_are_long() -> None:
-    """The text as a whole is not tokenised for a few windows."""
+def test_few_documents_are_tokenized_where_many_are_long() -> None:
+    """The text as a whole is not tokenized for a few windows."""
     calls: list[str] = []
 
     def counted(string: str, **_: Any) -> dict[str, list[int]]:

@@ -245,7 +245,7 @@ def test_curvatures(family: str) -> None:
 
 
 @every_family
-def test_residual_sums_are_recognised(family: str) -> None:
+def test_residual_sums_are_recognized(family: str) -> None:
     """The output of every block is its input plus the outputs of its residual writers, except where a norm follows the sum."""
     for dtype in (torch.float32, torch.bfloat16):
         for block, inputs in walk(tiny(family, dtype), batches()):

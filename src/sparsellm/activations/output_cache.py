@@ -40,7 +40,7 @@ class BlockDataflow:
     Attributes:
         cacheable: By layer, the module whose output that layer computes.
         residual_sum: Whether the block's output is its input plus the outputs of the architecture's residual writers. If so, an
-            error in the block's output can be corrected in these outputs. False for blocks that normalise or scale before the
+            error in the block's output can be corrected in these outputs. False for blocks that normalize or scale before the
             addition.
     """
 

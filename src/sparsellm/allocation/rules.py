@@ -1,7 +1,7 @@
 """Allocation: per-layer sparsities from the dense model's activations or gradients on the calibration batches.
 
 Every rule keeps the total number of removed weights exact. Allocation needs an unstructured pattern: the sparsity of an N:M
-pattern is fixed. Curves of each layer's loss give the densities that minimise their sum at a given mean.
+pattern is fixed. Curves of each layer's loss give the densities that minimize their sum at a given mean.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def damp_toward_uniform(found: Mapping[str, float], asked: float) -> dict[str, f
 
 
 def allocate_by_curves(curves: Mapping[str, tuple[int, list[float]]], levels: list[float], asked: float) -> dict[str, float]:
-    """Minimise the sum of the loss curves at a mean density, by bisection on its Lagrange multiplier.
+    """Minimize the sum of the loss curves at a mean density, by bisection on its Lagrange multiplier.
 
     Args:
         curves: Number of weights and loss at each level, by layer.

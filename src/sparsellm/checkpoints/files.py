@@ -45,7 +45,7 @@ class Origin:
 
     Attributes:
         hub: Whether `name` is a hub name.
-        terms: The licence and language fields of its own card.
+        terms: The license and language fields of its own card.
         loader: The class of transformers that loads it.
     """
 
@@ -56,7 +56,7 @@ class Origin:
 
 
 def card_terms(folder: Path) -> dict[str, Any]:
-    """Return the licence and language fields of a model card (README.md); empty if it is missing or cannot be read."""
+    """Return the license and language fields of a model card (README.md); empty if it is missing or cannot be read."""
     try:
         text = (folder / "README.md").read_text(encoding="utf-8-sig")
         head = re.match(r"\s*---[ \t]*\n(.*?)\n---", text, re.DOTALL)

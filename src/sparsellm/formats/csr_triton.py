@@ -91,7 +91,7 @@ if triton is not None:
         GROUP: tl.constexpr,  # noqa: N803
         GROUPS: tl.constexpr,  # noqa: N803
     ):
-        """Write the values of one row into a matrix of zeros, neighbours by neighbouring threads."""
+        """Write the values of one row into a matrix of zeros, neighbors by neighboring threads."""
         row = tl.program_id(0)
         first, end, _, _ = _extent(row_starts, row, GROUP)
         group_start = tl.load(group_starts + row) - first // GROUP

@@ -88,7 +88,7 @@ def become_packed(module: nn.Module, layers: Mapping[str, PackedLinear]) -> None
     for number in range(experts.count):
         module.add_module(str(number), nn.ModuleDict({name: layers[f"{number}.{name}"] for name in GATED}))
     original = type(module)
-    # Of no class of transformers any more, which would initialise the parameters of experts.
+    # Of no class of transformers any more, which would initialize the parameters of experts.
     module.__class__ = PackedExperts
     packed = cast(PackedExperts, module)
     packed.original, packed.expert_count, packed.activate = original, experts.count, experts.activate

@@ -174,7 +174,7 @@ class BlockResult:
 
 
 LAYER_RESULT, BLOCK_RESULT = TypeAdapter(LayerResult), TypeAdapter(BlockResult)
-"""Convert results to and from JSON-serialisable data."""
+"""Convert results to and from JSON-serializable data."""
 
 
 @runtime_checkable
@@ -224,7 +224,7 @@ def unplanned_layers(block: Block, plan: Plan) -> list[str]:
 
 
 def assign_owners(block: Block, names: Sequence[str]) -> dict[str, int]:
-    """The rank that solves each layer, balanced by cost: a factorisation, (in, in), and a pass over the weight."""
+    """The rank that solves each layer, balanced by cost: a factorization, (in, in), and a pass over the weight."""
     layers = [block.layer(name) for name in names]
     costs = [float(layer.in_features**2 * (layer.in_features + layer.out_features)) for layer in layers]
     return dict(zip(names, collectives.balance_costs(costs), strict=True))

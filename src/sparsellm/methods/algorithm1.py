@@ -46,9 +46,9 @@ class PublishedSparseLLM:
 
     Follows Bai et al., SparseLLM: towards global pruning of pre-trained language models (NeurIPS 2024), Algorithm 1, eqs. 5-12.
 
-    Differences from the paper: the regressions use a Cholesky factorisation and a ridge, not a pseudo-inverse of the
+    Differences from the paper: the regressions use a Cholesky factorization and a ridge, not a pseudo-inverse of the
     activations; the activation update inverts a (model, model) matrix, not (hidden, hidden); the gate update finds the global
-    minimiser, not the best entry of a table; `keep_best`.
+    minimizer, not the best entry of a table; `keep_best`.
 
     Differences from its code: fc2 is solved by least squares, not ten gradient steps; damping does not accumulate; signals are
     float32 unless products are in bfloat16; no block is treated differently because of its number.
@@ -58,7 +58,7 @@ class PublishedSparseLLM:
         epochs: K >= 1; 2-4 in the paper.
         alpha: Weight of the layers' errors in the objective.
         beta: Weight of the activation's error. Only beta / alpha affects the result.
-        ridge: Regularisation of the regressions toward the dense weight, relative to the mean diagonal of the Gram matrix.
+        ridge: Regularization of the regressions toward the dense weight, relative to the mean diagonal of the Gram matrix.
         scope: The set Omega: numbers of the blocks whose feed-forward layers form one problem. None for every block; empty for
             layer-wise pruning.
         keep_best: Whether to return the epoch with the smallest true feed-forward error instead of the last one.

@@ -1,7 +1,7 @@
 r"""The auxiliary signals of one feed-forward part, their closed-form updates, and the sums for the regressions of its layers.
 
 The auxiliary signals are the outputs $z$ (and $s$, of the gate) of the input projections and the input $p$ of the output
-projection. Each update minimises the objective over one signal, with all others and the weights fixed (paper eqs. 5 and 6;
+projection. Each update minimizes the objective over one signal, with all others and the weights fixed (paper eqs. 5 and 6;
 $W x$ includes the bias, $y$ is the target output):
 
 $$\alpha \lVert y - W_{out} p \rVert^2 + \beta \lVert p - \varphi(z) \rVert^2 + \alpha \lVert z - W_{in} x \rVert^2
@@ -10,7 +10,7 @@ $$\alpha \lVert y - W_{out} p \rVert^2 + \beta \lVert p - \varphi(z) \rVert^2 + 
 $$\alpha \lVert y - W_{down} p \rVert^2 + \beta \lVert p - \varphi(s) \odot z \rVert^2
   + \alpha \lVert z - W_{up} x \rVert^2 + \alpha \lVert s - W_{gate} x \rVert^2 \qquad \text{gated}$$
 
-with $\varphi$ the ReLU (plain only), SiLU or a GELU. The minimisers depend on alpha and beta only through r = beta / alpha.
+with $\varphi$ the ReLU (plain only), SiLU or a GELU. The minimizers depend on alpha and beta only through r = beta / alpha.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class AuxiliarySignals:
         return errors.relative()
 
     def refit(self, weights: Mapping[str, Tensor]) -> float:
-        """Set every signal to its minimiser for these weights, in one pass over the batches in the order p, z, s (eqs. 9-12).
+        """Set every signal to its minimizer for these weights, in one pass over the batches in the order p, z, s (eqs. 9-12).
 
         Args:
             weights: The pruned weights by layer, (out, in) float32.
@@ -280,15 +280,15 @@ def _without_bias(outputs: Tensor, layer: Layer) -> Tensor:
 
 
 def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Tensor, *, ratio: float) -> Hidden:
-    r"""Update the signals of the input projections in turn: each minimises the objective with all others fixed.
+    r"""Update the signals of the input projections in turn: each minimizes the objective with all others fixed.
 
     With m the pruned output of a projection:
 
     - plain with ReLU, the better branch for every entry (paper eq. 12): $z = \max((m + r p) / (1 + r), 0)$ on the positive
       branch and $z = \min(m, 0)$ on the other. The positive branch costs less where
       $m + (\sqrt{1 + r} - 1)\, \max(p, 0) \ge 0$.
-    - plain with another activation function, the gate's minimiser with z = 1.
-    - gated, first $z = (m + r \, \varphi(s) \, p) / (1 + r \, \varphi(s)^2)$, then the gate's minimiser. The paper gives the
+    - plain with another activation function, the gate's minimizer with z = 1.
+    - gated, first $z = (m + r \, \varphi(s) \, p) / (1 + r \, \varphi(s)^2)$, then the gate's minimizer. The paper gives the
       first for alpha = beta; its code omits the factor and replaces the second by two gradient steps.
 
     Args:
@@ -302,7 +302,7 @@ def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Te
         curve = ACTIVATION_FUNCTIONS[part.activation]
         gated = curve.value(hidden[0])
         up = (up_output + ratio * gated * activated) / (1 + ratio * gated.square())
-        # `present` keeps the current gate where rounding would make the minimiser worse.
+        # `present` keeps the current gate where rounding would make the minimizer worse.
         return solve_gate(gate_output, up, activated, ratio=ratio, present=hidden[0], curve=curve), up
     (output,) = outputs
     if part.activation != "relu":
@@ -314,7 +314,7 @@ def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Te
 
 
 def fit_activated_(shape: Tensor, output: Tensor, target: Tensor, correction: Tensor) -> Tensor:
-    r"""Minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ over the inputs p of the output projection.
+    r"""Minimize $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ over the inputs p of the output projection.
 
     $$p = \varphi + W^\top (W W^\top + r I)^{-1} (y - W \varphi)$$
 

@@ -250,7 +250,7 @@ class BlockSolver:
         )
 
     def _layer_problem(self, task: Task) -> LayerProblem:
-        """The problem of a layer, regularised toward its current weight."""
+        """The problem of a layer, regularized toward its current weight."""
         prior = self._block.layer(task.name).weight.detach().float()
         return task.regression.problem(prior, self._settings.ridge, task.curvature)
 

@@ -1,4 +1,4 @@
-r"""The global minimiser of SparseLLM's gate problem, elementwise.
+r"""The global minimizer of SparseLLM's gate problem, elementwise.
 
 $$\min_s \; f(s) = (s - m)^2 + r \, (p - \varphi(s) \, z)^2$$
 
@@ -68,7 +68,7 @@ def solve_gate(
     present: Tensor | None = None,
     curve: ActivationFunction = SILU,
 ) -> Tensor:
-    """Compute the gate signal s that minimises f for every entry.
+    """Compute the gate signal s that minimizes f for every entry.
 
     Args:
         reached: m, the output of the gate layer, of any shape.
@@ -106,7 +106,7 @@ def _solve_hard(gate: _Gate, present: Tensor) -> Tensor:
     m, z, p, ratio, curve = gate.m, gate.z, gate.p, gate.ratio, gate.curve
     target = torch.where(z == 0, 0, p / z).nan_to_num_(posinf=1e30, neginf=-1e30)
     right, left = m.clamp(min=curve.lowest), m.clamp(max=curve.lowest)
-    linear = ((m + ratio * z * p) / (1 + ratio * z.square())).clamp_(min=curve.lowest)  # the minimiser for φ(s) = s
+    linear = ((m + ratio * z * p) / (1 + ratio * z.square())).clamp_(min=curve.lowest)  # the minimizer for φ(s) = s
     target_right, target_left = curve.right_meeting(target), curve.left_meeting(target)
     starts = (
         (m, left - 0.75, left - 2),

@@ -1,6 +1,6 @@
 r"""Gauss-Newton steps of the input projections of a feed-forward part, with fixed masks and a fixed output projection.
 
-With the symbols of `sparsellm.methods.feedforward_problem`, a step minimises
+With the symbols of `sparsellm.methods.feedforward_problem`, a step minimizes
 
 $$E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$$
 

@@ -201,7 +201,7 @@ def prune_layer(
 
 
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name: str) -> tuple[Tensor, float | None]:
-    """Solve a layer problem, raising the damping tenfold as often as a factorisation fails.
+    """Solve a layer problem, raising the damping tenfold as often as a factorization fails.
 
     A layer that received no token, as experts of an unknown model family may, loses its smallest weights where the solver needs
     inputs.
@@ -213,7 +213,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
         The weight, (out, in), and the damping used; None for solvers without damping.
 
     Raises:
-        SingularGram: If a factorisation fails even with `LARGEST_DAMPING`.
+        SingularGram: If a factorization fails even with `LARGEST_DAMPING`.
         NonFinite: If the weight is not finite.
         InvalidSetting: If a solver of the user's own has a value for a weight that `problem.pruned_mask` keeps at zero.
     """

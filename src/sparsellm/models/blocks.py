@@ -94,7 +94,7 @@ class Block:
         if not is_linear(layer):
             raise UnsupportedModel(
                 f"{self.full_name(name)} is a {type(layer).__name__}, not a torch.nn.Linear. "
-                "Quantised and adapted models cannot be pruned: load the plain checkpoint, or merge its adapters."
+                "Quantized and adapted models cannot be pruned: load the plain checkpoint, or merge its adapters."
             )
         assert isinstance(layer, nn.Linear)
         return layer

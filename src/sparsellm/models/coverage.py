@@ -81,7 +81,7 @@ class Coverage:
         return replace(self, pruned=min(size, self.prunable))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the coverage as JSON-serialisable data."""
+        """Return the coverage as JSON-serializable data."""
         return {
             "matrix_weights": self.total,
             "prunable": self.prunable,

@@ -34,7 +34,7 @@ static ALWAYS_INLINE uint16_t to_bfloat16(float number) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Without branches, so that compilers vectorise it: the sum with a power of two rounds to the bits that float16 has. */
+/* Without branches, so that compilers vectorize it: the sum with a power of two rounds to the bits that float16 has. */
 static ALWAYS_INLINE uint16_t to_float16(float number) {
     uint32_t bits = to_bits(number), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
     uint32_t power = size < 0x38800000 ? 0x38800000 : size & 0x7f800000; /* at least the smallest normal number */

@@ -89,7 +89,7 @@ enum {
         __asm__ volatile("" : : "m"(a)); /* the reads must happen */                                   \
     }
 
-/* Portable: 8 columns a step, which compilers vectorise as far as the architecture's basic instructions go. */
+/* Portable: 8 columns a step, which compilers vectorize as far as the architecture's basic instructions go. */
 
 typedef struct { float lane[8]; } Eight;
 

@@ -258,7 +258,7 @@ def line(state: State, memory: tuple[int, int], width: int) -> str:
 
 
 def to_dict(state: State, memory: tuple[int, int]) -> dict[str, Any]:
-    """A state as JSON-serialisable data. `memory` of the result is the share of the machine's, 0 to 1."""
+    """A state as JSON-serializable data. `memory` of the result is the share of the machine's, 0 to 1."""
     run = {"run": state.run, "runs": state.runs, "name": state.run_name} if state.runs else {}
     return run | {
         "stage": state.stage,

@@ -64,7 +64,7 @@ class Journal:
         """Start an empty journal, replacing any that is in the folder.
 
         Args:
-            fingerprint: Everything that determines the results of the run, as JSON-serialisable data.
+            fingerprint: Everything that determines the results of the run, as JSON-serializable data.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("*.partial"):  # of a killed process
@@ -122,7 +122,7 @@ class Journal:
         return self._facts.get(name)
 
     def store_fact(self, name: str, value: Any) -> None:
-        """Store an intermediate result, as JSON-serialisable data."""
+        """Store an intermediate result, as JSON-serializable data."""
         self._append({"fact": name, "value": value})
 
     def store_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
@@ -140,7 +140,7 @@ class Journal:
         return None if stored is None else self._load(stored)
 
     def store_latest(self, name: str, tensors: Mapping[str, Tensor], value: Any) -> None:
-        """Store tensors and JSON-serialisable data under a name, in place of what was stored there before."""
+        """Store tensors and JSON-serializable data under a name, in place of what was stored there before."""
         previous = self.fact(name)
         number = 1 + (previous["number"] if previous else 0)  # the file before stays until the new line is durable
         self.store_fact(name, {"number": number, "value": value, **self._store(f"{name}-{number}", tensors)})
@@ -233,7 +233,7 @@ class Journal:
             self._add(json.loads(line))
 
     def _chained_line(self, entry: Mapping[str, Any]) -> str:
-        """Serialise the next line, with its digest."""
+        """Serialize the next line, with its digest."""
         self._chain = _chain_digest(self._chain, entry)
         return json.dumps({**entry, "chain": self._chain}) + "\n"
 

@@ -35,7 +35,7 @@ class PlannedLayer:
 
 
 PLANNED_LAYERS = TypeAdapter(list[PlannedLayer])
-"""Converts layers of a plan to JSON-serialisable data."""
+"""Converts layers of a plan to JSON-serializable data."""
 
 
 def list_layers(

@@ -136,7 +136,7 @@ def _estimate(
     notes: Sequence[str],
 ) -> RunPlan:
     """Estimate a run with the time of its stages, what of the model is pruned, and the notes before its work."""
-    release_free_memory()  # what tokenising took
+    release_free_memory()  # what tokenizing took
     estimated = estimate(ready, costs, placement, batch=batch, output=output, speed=rates(ready.device))
     return replace(estimated, coverage=report.coverage, notes=tuple(notes))
 

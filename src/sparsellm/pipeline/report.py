@@ -340,7 +340,7 @@ class Report(Summarized):
         if raised := [x for x in self.layers if x.damping is not None and x.damping != damping]:
             highest = max(raised, key=lambda layer: layer.damping or 0)
             yield (
-                f"damping was raised from {damping:g} on {len(raised)} layers because a factorisation failed, "
+                f"damping was raised from {damping:g} on {len(raised)} layers because a factorization failed, "
                 f"to at most {highest.damping:g} on {highest.name}: use more calibration tokens"
             )
         if few := [x for x in self.layers if x.routed_tokens is not None and x.routed_tokens < x.tokens]:

@@ -48,7 +48,7 @@ def all_gather(local: Sequence[Any]) -> list[Any]:
     """Gather the results of each process for its `shard`, in the order of the unsharded sequence.
 
     Args:
-        local: JSON-serialisable results, one per item of this process's shard.
+        local: JSON-serializable results, one per item of this process's shard.
     """
     lists = all_gather_object(list(local))
     return [lists[number % len(lists)][number // len(lists)] for number in range(sum(map(len, lists)))]
@@ -130,7 +130,7 @@ def broadcast(owner: int, tensor: Tensor) -> Tensor:
 
 
 def broadcast_object(value: Any, owner: int = 0) -> Any:
-    """Return the JSON-serialisable value of rank `owner` on all processes, tuples as lists. Also acts as a barrier."""
+    """Return the JSON-serializable value of rank `owner` on all processes, tuples as lists. Also acts as a barrier."""
     if world() == 1:
         return value
     return json.loads(broadcast_bytes(json.dumps(value).encode() if rank() == owner else b"", owner))
@@ -150,7 +150,7 @@ def broadcast_bytes(data: bytes, owner: int = 0) -> bytes:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Return the JSON-serialisable values of all processes, in the order of ranks."""
+    """Return the JSON-serializable values of all processes, in the order of ranks."""
     return [broadcast_object(value, owner) for owner in range(world())]
 
 

@@ -1,4 +1,4 @@
-"""Device-dependent behaviour: streams, memory, precision and reading values back.
+"""Device-dependent behavior: streams, memory, precision and reading values back.
 
 The only file that uses torch's device modules: torch.cuda, torch.xpu and out-of-tree backends have the same interface. Values
 are read from a device rarely and in batches, because each read waits for it.

@@ -44,12 +44,12 @@ class ALPS:
       D \leftarrow \text{project}(\hat W + V/\rho), \quad V \leftarrow V + \rho (\hat W - D)$$
 
     Follows Meng et al., ALPS: improved optimization for highly sparse one-shot pruning (NeurIPS 2024), Algorithm 1 and its
-    schedule of penalties. Differences from the authors' code: one Cholesky factorisation per penalty on the weights' device
+    schedule of penalties. Differences from the authors' code: one Cholesky factorization per penalty on the weights' device
     instead of an eigendecomposition in float64; dead inputs get zero weights. Differences from the paper: with a full curvature
     $S$ the first step is solved exactly, in the eigenvectors of $S$ and $G$; over-relaxation $\theta$ and the exponent
     `penalty_growth` (see `accurate`).
 
-    Cost: one (in, in) factorisation every third iteration, and one product of (out, in) by (in, in) per iteration. With a full
+    Cost: one (in, in) factorization every third iteration, and one product of (out, in) by (in, in) per iteration. With a full
     curvature: two eigendecompositions in total, and two such products and two of (out, out) by (out, in) per iteration.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""FastADMM: a few ADMM steps with a constant penalty and a single factorisation, or more with a growing penalty."""
+"""FastADMM: a few ADMM steps with a constant penalty and a single factorization, or more with a growing penalty."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class FastADMM:
     $$W \leftarrow W^\star + \rho \, A^{-1}(D - U - W^\star), \quad T \leftarrow \theta W + (1 - \theta) D + U, \quad
       D \leftarrow \text{project}(T), \quad U \leftarrow T - D$$
 
-    where $A$ maps $W$ to $S W G + \rho W$. One factorisation serves all steps, and $W^\star G$ is never computed. The first
+    where $A$ maps $W$ to $S W G + \rho W$. One factorization serves all steps, and $W^\star G$ is never computed. The first
     projection is of $T = W^\star$; conjugate gradients on the last mask, starting at the last $D$, give the result.
 
     With `growth` above 1 and a full curvature, $\rho$ is multiplied by it, and $U$ divided by it, at every step, from
     $\rho_1 m$ to $2 \rho_1 \sqrt m$: $\rho_1$ is `penalty`, $m$ the geometric mean of the eigenvalues of $W \mapsto S W G$.
 
-    Cost: one (in, in) factorisation, and `steps` + `refit_steps` + 1 products of (out, in) by (in, in). With a full curvature:
+    Cost: one (in, in) factorization, and `steps` + `refit_steps` + 1 products of (out, in) by (in, in). With a full curvature:
     two eigendecompositions, two such products and two of (out, out) by (out, in) per step, and one of each per refit step.
 
     Attributes:

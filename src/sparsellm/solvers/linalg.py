@@ -1,4 +1,4 @@
-"""Linear algebra of the solvers: damping, factorisations, conjugate gradients on a support."""
+"""Linear algebra of the solvers: damping, factorizations, conjugate gradients on a support."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def allclose_bf16(computed: Tensor, expected: Tensor) -> bool:
 def squares_finite(hidden: Tensor) -> Tensor:
     """Whether the sum of squares of every row of (..., features) is finite in float32, as a bool tensor, ().
 
-    A normalisation layer divides by the root of this sum: if it overflows, the output for a finite row is zero.
+    A normalization layer divides by the root of this sum: if it overflows, the output for a finite row is zero.
     """
     return hidden.float().square().sum(-1).isfinite().all()
 
@@ -122,7 +122,7 @@ def cholesky_ex_(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_pivot(pivot: Tensor, size: int, damping: float, *, setting: str = "damping") -> None:
-    """Raise SingularGram if a factorisation of an (n, n) matrix failed at `pivot`; for the arguments see `cholesky_`."""
+    """Raise SingularGram if a factorization of an (n, n) matrix failed at `pivot`; for the arguments see `cholesky_`."""
     if failed := int(pivot):
         raise SingularGram(
             f"Cholesky failed at pivot {failed} of {size} with {setting}={damping:g}. "
@@ -158,7 +158,7 @@ def _reverse_(entries: Tensor, at_once: int = 1 << 20) -> None:
 def inverse_factor_(matrix: Tensor) -> tuple[Tensor, Tensor]:
     r"""The upper triangular $U$ with $M^{-1} = U^\top U$, in M's memory: the inverse of the `upper_factor_`, and its pivot.
 
-    Takes a third of the operations of factorising, inverting and factorising again, and avoids the rounding errors of an
+    Takes a third of the operations of factorizing, inverting and factorizing again, and avoids the rounding errors of an
     explicit $M^{-1}$.
     """
     factor, pivot = upper_factor_(matrix)
@@ -234,7 +234,7 @@ def conjugate_gradient_refit(
     curvature: Tensor | None = None,
     products: torch.dtype | None = None,
 ) -> Tensor:
-    r"""Minimise $\mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$ over W with support `keep` by conjugate gradients.
+    r"""Minimize $\mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$ over W with support `keep` by conjugate gradients.
 
     Preconditioned by the diagonals of S and G. Without a curvature each row is a separate problem, and all rows are solved in
     parallel; with one, they form a single problem. Cost: `steps` + 1 products of (out, in) by (in, in), and, with a curvature,

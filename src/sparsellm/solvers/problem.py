@@ -1,4 +1,4 @@
-"""`LayerProblem`, the optimisation problem that every solver solves, and the interface of solvers."""
+"""`LayerProblem`, the optimization problem that every solver solves, and the interface of solvers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LayerProblem:
     def from_targets(
         cls, cross: Tensor, inputs: Gram, prior: Tensor, *, ridge: float, curvature: Tensor | None = None
     ) -> LayerProblem:
-        r"""The problem of matching another signal y, regularised toward a prior weight $W_0$.
+        r"""The problem of matching another signal y, regularized toward a prior weight $W_0$.
 
         $W^\star = (C + \lambda W_0)(G + \lambda I)^{-1}$ with $C = E[y x^\top]$ and $\lambda$ = `ridge` × mean diag $G$, by
         Cholesky: $E\lVert y - Wx \rVert^2 = E\lVert y - W^\star x \rVert^2 + \mathrm{tr}\,(W - W^\star) G (W - W^\star)^\top$,
@@ -164,7 +164,7 @@ def is_finite_pair(error: float, power: float) -> bool:
 class LayerSolver(Protocol):
     """Interface of a solver: a frozen dataclass of plain numbers with these two members.
 
-    If a solver has a field `damping` and a factorisation fails, the driver retries with larger values and reports the one used.
+    If a solver has a field `damping` and a factorization fails, the driver retries with larger values and reports the one used.
 
     Attributes:
         needs: The class of input statistics that `solve` reads; the driver accumulates exactly this class.
@@ -179,7 +179,7 @@ class LayerSolver(Protocol):
             The weight, (out, in), zero where `pattern` removes and in `problem.pruned_mask`; masks of `problem.keep` do both.
 
         Raises:
-            SingularGram: If a factorisation fails.
+            SingularGram: If a factorization fails.
         """
         ...
 
@@ -192,6 +192,6 @@ class NonBlockingSolver(LayerSolver, Protocol):
         """Like `solve`, but return success as a tensor instead of raising `SingularGram`.
 
         Returns:
-            The weight, (out, in), and a bool tensor, (), True if every factorisation succeeded.
+            The weight, (out, in), and a bool tensor, (), True if every factorization succeeded.
         """
         ...

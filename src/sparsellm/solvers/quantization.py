@@ -206,7 +206,7 @@ def round_compensated(
     Follows Behdin et al., QuantEase: optimization-based quantization for language models (2023), Algorithm 1. Departs from it:
     on a support, with scales that are updated too, and without its relaxed steps.
 
-    Cost: a factorisation of (in, in), and `SWEEPS` + 2 products of (out, in) by (in, in); up to `ROUNDING_STEPS` more if the
+    Cost: a factorization of (in, in), and `SWEEPS` + 2 products of (out, in) by (in, in); up to `ROUNDING_STEPS` more if the
     start is not the best one.
 
     Args:

@@ -16,7 +16,7 @@ from sparsellm.solvers.statistics import CrossMoment, Gram
 
 
 class Regression(ABC):
-    r"""Minimisation of $E\lVert t - W x - b \rVert^2$ for targets t and inputs x, from sums over tokens.
+    r"""Minimization of $E\lVert t - W x - b \rVert^2$ for targets t and inputs x, from sums over tokens.
 
     If the bias is fitted, the best one for a weight is $E[t] - W E[x]$, and the problem of the weight uses the statistics about
     the means. Otherwise b = 0.
@@ -61,7 +61,7 @@ class Regression(ABC):
 
     @cached_property
     def _cross(self) -> Tensor:
-        """`_products` of all tokens, with zeros for constant inputs, whose centred products are only rounding errors."""
+        """`_products` of all tokens, with zeros for constant inputs, whose centered products are only rounding errors."""
         products = self._products()
         return products.masked_fill_(self._gram.rms == 0, 0) if self.affine else products
 
@@ -107,7 +107,7 @@ class TargetRegression(Regression):
         return self._target_sum / max(self.inputs.tokens, 1)
 
     def _products(self) -> Tensor:
-        return self._cross_moment.centered_matrix(self._mean, self.inputs.centre) if self.affine else self._cross_moment.matrix
+        return self._cross_moment.centered_matrix(self._mean, self.inputs.center) if self.affine else self._cross_moment.matrix
 
 
 class PairedStatistics:
@@ -158,10 +158,10 @@ class LinearTargetRegression(Regression):
 
     @property
     def _mean(self) -> Tensor:
-        centre = self._paired.others.centre
-        mean = self._weight.to(centre.dtype) @ centre
+        center = self._paired.others.center
+        mean = self._weight.to(center.dtype) @ center
         return mean if self._bias is None else mean + self._bias
 
     def _products(self) -> Tensor:
-        means = (self._paired.others.centre, self.inputs.centre) if self.affine else (None, None)
+        means = (self._paired.others.center, self.inputs.center) if self.affine else (None, None)
         return matmul(self._weight, self._paired.cross.centered_matrix(*means))

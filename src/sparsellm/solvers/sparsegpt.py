@@ -56,12 +56,12 @@ class SparseGPT:
 
     Follows Frantar & Alistarh, SparseGPT: massive language models can be accurately pruned in one-shot (ICML 2023),
     Algorithm 1. Differences from the authors' code: an unstructured block loses exactly its fraction (the code removes one
-    weight too many per block), and one factorisation, $G = R R^\top$ with $R = U^{-1}$, replaces three. Only the diagonal
+    weight too many per block), and one factorization, $G = R R^\top$ with $R = U^{-1}$, replaces three. Only the diagonal
     blocks of $U$ are computed: before a block B is pruned, it is updated for the changes of the columns A to its left,
     $w_B \leftarrow w_B - (\hat w_A - w_A) R_{AB} R_{BB}^{-1}$. With a curvature, the scores of row i are multiplied by
     $1 / [S^{-1}]_{ii}$, the part of $S_{ii}$ that the other rows cannot compensate.
 
-    Cost: one (in, in) Cholesky factorisation and out · in² / 2 multiply-adds. The columns of a block are pruned by one kernel
+    Cost: one (in, in) Cholesky factorization and out · in² / 2 multiply-adds. The columns of a block are pruned by one kernel
     on NVIDIA GPUs (`prune_columns`), and by a loop elsewhere.
 
     Attributes:
@@ -92,7 +92,7 @@ class SparseGPT:
         return self._prune(problem, pattern, factors).T.contiguous(), succeeded.all()
 
     def _factorize(self, problem: LayerProblem) -> _Factors:
-        """Factorise the damped Gram matrix, and the damped curvature if there is one, without a device synchronisation."""
+        """Factorize the damped Gram matrix, and the damped curvature if there is one, without a device synchronisation."""
         factor, pivot = upper_factor_(add_diagonal_(problem.gram, self.damping))
         if problem.curvature is None:
             return _Factors(factor, 1.0, ((pivot, len(factor)),))
@@ -132,7 +132,7 @@ class _Factors(NamedTuple):
     Attributes:
         gram: R, (in, in), upper triangular.
         row: (out,), factor on the scores of each row; affects unstructured patterns only, which compare rows.
-        pivots: The pivot at which each factorisation failed, as `cholesky_ex_` gives it, and the size of its matrix.
+        pivots: The pivot at which each factorization failed, as `cholesky_ex_` gives it, and the size of its matrix.
     """
 
     gram: Tensor

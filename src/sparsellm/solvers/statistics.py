@@ -149,17 +149,17 @@ class Gram(InputRMS):
     @property
     def mean(self) -> Tensor:
         """(in,): the mean of each input over the tokens, in the products' dtype."""
-        return self.centre.to(self._dtype)
+        return self.center.to(self._dtype)
 
     @property
-    def centre(self) -> Tensor:
+    def center(self) -> Tensor:
         """`mean` in the sums' dtype."""
         self._reduction.wait()
         return self._sums[-1] / max(self.tokens, 1)
 
     def update(self, inputs: Tensor) -> None:
         if self._final is not None:
-            raise TypeError("A finalized or centred Gram matrix cannot be updated.")
+            raise TypeError("A finalized or centered Gram matrix cannot be updated.")
         self._centered = None
         super().update(inputs)
 
@@ -168,7 +168,7 @@ class Gram(InputRMS):
         self._centered = None
 
     def finalize(self) -> None:
-        """Replace the sums by the matrix in the products' dtype; it can no longer be centred."""
+        """Replace the sums by the matrix in the products' dtype; it can no longer be centered."""
         if self._final is None:
             self._final = self.matrix, self.rms
             del self._sums[:-1]
@@ -182,9 +182,9 @@ class Gram(InputRMS):
             TypeError: After `finalize`.
         """
         if self._final is not None:
-            raise TypeError("A finalized Gram matrix cannot be centred, because its sums are released.")
+            raise TypeError("A finalized Gram matrix cannot be centered, because its sums are released.")
         if self._centered is None:
-            matrix = symmetrize_(self._upper(self.centre))
+            matrix = symmetrize_(self._upper(self.center))
             # The variance of a constant input is a rounding error of either sign: treat the input as dead.
             dead = matrix.diagonal() <= CONSTANT * self.rms.square()
             matrix[dead] = 0
@@ -215,8 +215,8 @@ class Gram(InputRMS):
         """The first row and the end of each panel, and its products."""
         return zip(_panel_bounds(self.features, self._device), self._sums[:-1], strict=True)
 
-    def _upper(self, centre: Tensor | None = None, tokens: int | None = None) -> Tensor:
-        """(in, in), in the products' dtype: the mean of x xᵀ over `tokens` (by default all) minus centre centreᵀ.
+    def _upper(self, center: Tensor | None = None, tokens: int | None = None) -> Tensor:
+        """(in, in), in the products' dtype: the mean of x xᵀ over `tokens` (by default all) minus center centerᵀ.
 
         Entries below the diagonal are undefined.
         """
@@ -224,8 +224,8 @@ class Gram(InputRMS):
         upper = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
         for (start, stop), products in self._panels():  # one float64 panel at a time
             panel = products / max(self.tokens if tokens is None else tokens, 1)
-            if centre is not None:
-                panel -= centre[start:stop].outer(centre[start:])
+            if center is not None:
+                panel -= center[start:stop].outer(center[start:])
             upper[start:stop, start:] = panel
         return upper
 

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT = "#22262e", "#c9ced6"
-"""Colours of text and axes, and of grid lines. An HTML page replaces them by its own colours, light or dark."""
+"""Colors of text and axes, and of grid lines. An HTML page replaces them by its own colors, light or dark."""
 
 FIGURE_WIDTH = 4.4
 """Width of a figure in inches whose content needs no more, about that of a phone's screen."""
 
-COLOURS = ("#3d85c6", "#e08214", "#3a9a5b", "#c2559d", "#8c6bb1", "#a6761d", "#d1495b", "#5b9aa0")
-"""Colours of lines and bars, distinct on white and on black and with most colour vision deficiencies."""
+COLORS = ("#3d85c6", "#e08214", "#3a9a5b", "#c2559d", "#8c6bb1", "#a6761d", "#d1495b", "#5b9aa0")
+"""Colors of lines and bars, distinct on white and on black and with most color vision deficiencies."""
 
 COLOR_MAPS = {"error": "YlOrRd", "sparsity": "PuBu", "measure": "YlGn", "block": "viridis"}
-"""Colour maps, one for each kind of value."""
+"""Color maps, one for each kind of value."""
 
 BOUND_MARKS = {"minimum": "▼", "maximum": "▲"}
 """Marks of layers whose sparsity is at a bound of the allocation."""
@@ -88,7 +88,7 @@ class Plot:
         return stream.getvalue()
 
     def inline(self) -> str:
-        """The figure as an SVG element of an HTML page: with unique identifiers, the page's colours and a label."""
+        """The figure as an SVG element of an HTML page: with unique identifiers, the page's colors and a label."""
         svg = self.save("svg").decode()
         svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(FAINT, "var(--line)")
         svg = re.sub(r'(\sid="|xlink:href="#|url\(#)', rf"\g<1>{self.name}-", svg)
@@ -123,7 +123,7 @@ def bar_figure(names: Sequence[str], seconds: Sequence[float]) -> Figure:
     figure = new_figure(FIGURE_WIDTH, 0.8 + 0.3 * len(names))
     axes = figure.subplots()
     bars = axes.barh(
-        range(len(names)), [value if math.isfinite(value) else math.nan for value in seconds], 0.65, color=COLOURS[0]
+        range(len(names)), [value if math.isfinite(value) else math.nan for value in seconds], 0.65, color=COLORS[0]
     )
     axes.bar_label(bars, [value_with_error(value) for value in seconds], padding=6)
     axes.set_yticks(range(len(names)), names)

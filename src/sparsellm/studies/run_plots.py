@@ -152,8 +152,8 @@ def convergence(blocks: Sequence[BlockResult]) -> Plot | None:
         for number, (index, steps) in enumerate(series.items()):
             values = [getattr(step, field) for step in steps]
             if None not in values:
-                colour = colormaps[COLOR_MAPS["block"]](0.25 + 0.65 * number / max(len(series) - 1, 1))
-                axes.plot(range(1, len(values) + 1), values, marker="o", color=colour, label=f"block {index}")
+                color = colormaps[COLOR_MAPS["block"]](0.25 + 0.65 * number / max(len(series) - 1, 1))
+                axes.plot(range(1, len(values) + 1), values, marker="o", color=color, label=f"block {index}")
         axes.set_yscale("log")
         plain_numbers(axes)
         axes.set_xlabel("step")
@@ -214,12 +214,12 @@ def training_curves(report: Report) -> Plot | None:
     figure = new_figure(FIGURE_WIDTH, 3.0)
     axes = figure.subplots()
     for number, (name, training) in enumerate(trainings.items()):
-        colour = colormaps[COLOR_MAPS["block"]](0.25 + 0.65 * number / max(len(trainings) - 1, 1))
+        color = colormaps[COLOR_MAPS["block"]](0.25 + 0.65 * number / max(len(trainings) - 1, 1))
         held_out = [(x.step, x.held_out) for x in training.curve if math.isfinite(x.held_out)]
-        axes.plot(*zip(*held_out, strict=True), marker="o", color=colour, label=f"{name}, held-out")
+        axes.plot(*zip(*held_out, strict=True), marker="o", color=color, label=f"{name}, held-out")
         trained = [(x.step, x.training) for x in training.curve if x.training is not None and math.isfinite(x.training)]
         if trained and len(trainings) == 1:
-            axes.plot(*zip(*trained, strict=True), linestyle="--", color=colour, label="training")
+            axes.plot(*zip(*trained, strict=True), linestyle="--", color=color, label="training")
     axes.set_yscale("log")
     plain_numbers(axes)
     axes.set_xlabel("step")

@@ -6,7 +6,7 @@ from sparsellm.errors import plural
 from sparsellm.pipeline.decoding import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.studies.figures import COLOURS, FIGURE_WIDTH, INK, Plot, new_figure
+from sparsellm.studies.figures import COLORS, FIGURE_WIDTH, INK, Plot, new_figure
 
 SPEED_COLUMNS = ["form", "sequences", "tokens/s", "× torch", "× ceiling", "prefill/s", "memory"]
 
@@ -56,7 +56,7 @@ def speed_plot(bench: Bench) -> Plot:
     figure = new_figure(FIGURE_WIDTH, 0.6 + (0.35 + 0.3 * len(forms)) * len(groups))
     for axes, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, strict=True):
         values = [speeds[*group, form].decode for form in forms]
-        bars = axes.barh(range(len(forms)), values, 0.65, color=[COLOURS[2 if form == PACKED else 0] for form in forms])
+        bars = axes.barh(range(len(forms)), values, 0.65, color=[COLORS[2 if form == PACKED else 0] for form in forms])
         axes.bar_label(bars, [f"{value:,.1f}" for value in values], padding=6)
         axes.axvline(speeds[*group, CEILING].decode, color=INK, lw=1.2, ls="--", label=CEILING)
         axes.set_yticks(range(len(forms)), forms)

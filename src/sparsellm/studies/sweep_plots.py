@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsellm.pipeline.report import Report
 from sparsellm.solvers.patterns import NM, parse_pattern
-from sparsellm.studies.figures import COLOURS, FIGURE_WIDTH, INK, Plot, bar_figure, heat_map, new_figure, plain_numbers
+from sparsellm.studies.figures import COLORS, FIGURE_WIDTH, INK, Plot, bar_figure, heat_map, new_figure, plain_numbers
 from sparsellm.studies.measures import BITS_A_WEIGHT, Figure, capitalized, headlines, spoken
 from sparsellm.studies.sweep_cells import Cell, Sweep, labels_in_words
 from sparsellm.studies.sweep_runner import Outcome
@@ -148,7 +148,7 @@ def _drawing(
 
 
 def _kinds(sweep: Sweep, without: Sequence[str]) -> list[str]:
-    """The lines of a plot, which have the same colours in each plot of the sweep."""
+    """The lines of a plot, which have the same colors in each plot of the sweep."""
     return list(dict.fromkeys(labels_in_words(cell.labels, without) or "all" for cell in sweep.cells))
 
 
@@ -163,7 +163,7 @@ def axis_value(axis: str, label: str) -> float:
 
 
 def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> list[Plot]:
-    """Heat maps of a measure over alpha and beta, one for each combination of the other labels, with one scale of colours."""
+    """Heat maps of a measure over alpha and beta, one for each combination of the other labels, with one scale of colors."""
     from matplotlib.colors import LogNorm, Normalize
 
     alphas, betas = sweep.axes["alpha"], sweep.axes["beta"]
@@ -338,7 +338,7 @@ def line_figure(
     Args:
         lines: The points; published values are drawn as larger hollow markers, those of `DENSE_LABEL` as a dashed line.
         panels: Titles of the panels, by row.
-        kinds: Labels of the lines; a line has the colour of its place among them.
+        kinds: Labels of the lines; a line has the color of its place among them.
         finish: Called with the axes of each panel after its lines are drawn.
     """
     from matplotlib.ticker import MaxNLocator
@@ -377,9 +377,9 @@ def line_figure(
 
 
 def _draw_line(axes: Axes, points: Sequence[PlotPoint], number: int) -> Any:
-    """Draw the points of a line, with the colour and marker of its number; returns its handle for the legend."""
-    marker = MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]
-    style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": marker, "ls": ""}
+    """Draw the points of a line, with the color and marker of its number; returns its handle for the legend."""
+    marker = MARKERS[(number + number // len(COLORS)) % len(MARKERS)]
+    style: dict[str, Any] = {"color": COLORS[number % len(COLORS)], "marker": marker, "ls": ""}
     joined = [(point.x, point.y) for point in points if point.joined]
     axes.plot([x for x, _ in joined], [y for _, y in joined], color=style["color"])
     errors = [point.error or 0.0 for point in points]

@@ -48,7 +48,7 @@ def refine_block(
     scales: Mapping[str, Scales] | None = None,
     store: TrainingStore | None = None,
 ) -> TrainingResult:
-    r"""Minimise $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
+    r"""Minimize $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
 
     h is the dense block's output and $\hat x$ the pruned stream's input. A step uses `windows_a_step` sequences, or one batch
     if that is more. Memory: seven float32 copies of the block (`trained_bytes`), and the activations of

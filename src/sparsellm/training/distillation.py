@@ -1,7 +1,7 @@
 r"""Training of the whole pruned model with fixed masks, toward the dense model.
 
 The paper's global objective is the distance of the pruned model's outputs from the dense model's, $\mathcal L(z_L, y)$. Here it
-is the KL divergence of the predictions, minimised by gradient steps over all pruned blocks at once.
+is the KL divergence of the predictions, minimized by gradient steps over all pruned blocks at once.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def count_held_out(windows: Tensor) -> int:
 
 
 Group = tuple[Tensor, ...]
-"""The sequences of one optimiser step, in batches that are computed at once; each process has its own."""
+"""The sequences of one optimizer step, in batches that are computed at once; each process has its own."""
 
 
 def group_batches(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple[list[Group], int]:
-    """Divide sequences into the groups of the optimiser steps, and each group over the processes and into batches.
+    """Divide sequences into the groups of the optimizer steps, and each group over the processes and into batches.
 
     Generated sequences are held out; they form the last groups. Pruning has fitted the weights to the calibration sequences, on
     which training would seem to lose even where it gains on any other text; they are held out only if too few are generated.
@@ -113,7 +113,7 @@ def distill(
     progress: Callable[[float, int], None] | None = None,
     store: TrainingStore | None = None,
 ) -> tuple[TrainingResult, tuple[str, ...]]:
-    r"""Minimise $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions over the blocks' parameters, in place.
+    r"""Minimize $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions over the blocks' parameters, in place.
 
     The blocks' activations are recomputed in the backward pass. Memory: see `sparsellm.training.memory`.
 
@@ -124,7 +124,7 @@ def distill(
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         scales: By full name of a rounded layer, its scales, which are trained with its integers.
-        products: Dtype of matrix products; weights, sums and the optimiser's state are float32.
+        products: Dtype of matrix products; weights, sums and the optimizer's state are float32.
         head: The output head of the dense model; None where the pruned model has the same, and `outside` does not train it.
         outside: Whether to train the decoder's parameters outside of its blocks too (`outside_parameters`).
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.

@@ -1,4 +1,4 @@
-"""Gradient steps with fixed masks: the optimiser, its early stop, and the durable state of an interrupted training."""
+"""Gradient steps with fixed masks: the optimizer, its early stop, and the durable state of an interrupted training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainingStore(Protocol):
     """Keeps the state of a training on disk, so that a killed one continues to the same bytes. All processes call both."""
 
     def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replace what is stored by these tensors and this JSON-serialisable data."""
+        """Replace what is stored by these tensors and this JSON-serializable data."""
         ...
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

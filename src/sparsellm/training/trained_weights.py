@@ -24,7 +24,7 @@ TRAINING_WIDTH = 256
 
 
 class TrainedWeights(Protocol):
-    """The tensors that the optimiser changes, and how they set the model's parameters."""
+    """The tensors that the optimizer changes, and how they set the model's parameters."""
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
@@ -63,7 +63,7 @@ class MaskedLoRA:
     A starts as in LoRA (uniform within $\pm 1/\sqrt{\mathrm{in}}$), B as zero. LoRA's scale s is 1: with Adam it only changes
     the learning rate. Weights that stand in one tensor, such as those of experts, have factors of their own.
 
-    Memory: beside the parameters a copy of each, $W_0$, and their gradients, but not the optimiser's moments.
+    Memory: beside the parameters a copy of each, $W_0$, and their gradients, but not the optimizer's moments.
 
     Args:
         parameters: The weights by name, each (…, out, in).

@@ -319,7 +319,7 @@ def test_values_are_padded_for_the_widest_read() -> None:
 def test_program_without_python_agrees_with_a_loop(
     compiler: str, flags: list[str], emulator: str, expected: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """With checks of addresses and undefined behaviour on this processor, and on others that are emulated."""
+    """With checks of addresses and undefined behavior on this processor, and on others that are emulated."""
     emulation = shlex.split(emulator)
     for program in (compiler, *emulation[:1]):
         if shutil.which(program) is None:

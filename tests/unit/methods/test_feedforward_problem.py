@@ -208,7 +208,7 @@ def test_curvatures_against_jacobians(family: str) -> None:
         torch.testing.assert_close(found[name].double(), wanted, rtol=1e-3, atol=1e-4)
 
 
-def linearised(part: FeedForwardProblem, weights: PartWeights) -> tuple[Tensor, Tensor, Tensor]:
+def linearized(part: FeedForwardProblem, weights: PartWeights) -> tuple[Tensor, Tensor, Tensor]:
     """Of all readers' weights and biases in a row: Jᵀ F J, Jᵀ F r, and the curvature that scales the ridge.
 
     J is autograd's. The curvature takes the slopes as independent of the inputs: |v_i|² E[φ'²] E[x²].
@@ -275,11 +275,11 @@ def test_rounded_slopes_hardly_change_a_step(family: str, monkeypatch: pytest.Mo
 
 @every_family
 def test_newton_against_a_dense_solve(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many steps the linearised problem, ridge included, is solved on the mask: zero off it, biases free."""
+    """With many steps the linearized problem, ridge included, is solved on the mask: zero off it, biases free."""
     monkeypatch.setattr(gauss_newton, "SLOPES", torch.float32)
     part = part_of(family)
     weights, keep = pruned(part, family)
-    matrix, pull, curvature = linearised(part, weights)
+    matrix, pull, curvature = linearized(part, weights)
     free = flat(in_a_row(part, weights, keep))
     shifted = matrix + RIDGE * curvature.diag()
     wanted = torch.zeros_like(pull)
@@ -300,7 +300,7 @@ def test_newton_lowers_the_error(family: str) -> None:
     part, length = part_of(family), 3e-3
     weights, keep = pruned(part, family)
     steps = step_of(part, weights, keep, 8)
-    slope = -2 * float(linearised(part, weights)[1] @ flat(in_a_row(part, steps)))
+    slope = -2 * float(linearized(part, weights)[1] @ flat(in_a_row(part, steps)))
     assert part.error(moved(weights, steps, length)) - part.error(weights) == pytest.approx(length * slope, rel=0.1)
     done = replace(part, targets=[output(part, weights, x) for x in part.inputs])
     assert float(flat(in_a_row(part, step_of(done, weights, keep, 8))).abs().max()) < 1e-4

@@ -1,4 +1,4 @@
-"""The gate's minimiser against a dense grid search."""
+"""The gate's minimizer against a dense grid search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
 SCALES = [0.1, 1.0, 3.0, 10.0]
 CURVES = {id(curve): curve for curve in ACTIVATION_FUNCTIONS.values()}.values()
 SLACK = 1e-4
-"""How far above the grid's best cost the minimiser may lie, relative to 1 + cost."""
+"""How far above the grid's best cost the minimizer may lie, relative to 1 + cost."""
 
 
 def cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction = SILU) -> Tensor:
@@ -131,8 +131,8 @@ def test_flat_valleys_are_followed_to_the_bottom() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_minimiser_where_arguments_are_zero(ratio: float, dtype: torch.dtype) -> None:
-    """With z = 0 the answer is m; with p = 0, or everything 0, it is still the minimiser."""
+def test_minimizer_where_arguments_are_zero(ratio: float, dtype: torch.dtype) -> None:
+    """With z = 0 the answer is m; with p = 0, or everything 0, it is still the minimizer."""
     m, z, p = draws(300, (5, 5, 5), dtype=dtype)
     zero = torch.zeros_like(m)
     assert torch.equal(solve_gate(m, zero, p, ratio=ratio), m)
@@ -176,7 +176,7 @@ def test_never_worse_than_present(scale: float, ratio: float) -> None:
         assert bool((cost(again, m, z, p, ratio) <= cost(s, m, z, p, ratio) * (1 + 1e-12)).all())
 
 
-def test_gradient_vanishes_at_the_minimiser() -> None:
+def test_gradient_vanishes_at_the_minimizer() -> None:
     """Where the answer is found in float64 the gradient vanishes, compared with the curvature's scale."""
     for ratio in (0.1, 1.0, 10.0):
         m, z, p = draws(2000, (2, 1, 1), seed=5)

@@ -83,7 +83,7 @@ def test_activations_equal_the_normal_equations(sparse: float, ratio: float) -> 
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_activations_are_the_minimiser(ratio: float) -> None:
+def test_activations_are_the_minimizer(ratio: float) -> None:
     """The gradient vanishes there, and every perturbation of any size raises every token's cost."""
     draw = drawer(2)
     weight, shape, target = draw(MODEL, HIDDEN), draw(TOKENS, HIDDEN), draw(TOKENS, MODEL)

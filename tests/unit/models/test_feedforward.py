@@ -1,4 +1,4 @@
-"""What the gate's minimiser takes of an activation function, against autograd and the function itself."""
+"""What the gate's minimizer takes of an activation function, against autograd and the function itself."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_growing_penalties_come_near_the_schedule_of_alps(text: str) -> None:
 
 
 def test_accurate_passes_its_damping_on() -> None:
-    """A larger damping, as after a failed factorisation, is that of the solver of problems with a curvature too."""
+    """A larger damping, as after a failed factorization, is that of the solver of problems with a curvature too."""
     problem, pattern, settings = wide_problem(0, 12, 24), parse_pattern("50%"), ALPS.accurate()
     assert settings.with_curvature is not None
     expected = replace(settings.with_curvature, damping=0.3).solve(problem, pattern)

@@ -1,4 +1,4 @@
-"""Damping, factorisations and conjugate gradients against dense float64 algebra."""
+"""Damping, factorizations and conjugate gradients against dense float64 algebra."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def missed(x: Tensor, y: Tensor, weight: Tensor, affine: bool) -> tuple[float, T
 
 
 def least_squares(x: Tensor, y: Tensor, prior: Tensor, pull: float, affine: bool) -> Tensor:
-    """The W that minimises the mean of ‖y - W x - b‖² + pull ‖W - W0‖², b free: the rows of the problem, by QR."""
+    """The W that minimizes the mean of ‖y - W x - b‖² + pull ‖W - W0‖², b free: the rows of the problem, by QR."""
     x, y, prior = x.double(), y.double(), prior.double()
     ridge = (pull * len(x)) ** 0.5 * torch.eye(x.shape[1]).double()
     left, right = torch.cat([x, ridge]), torch.cat([y, ridge @ prior.T])
@@ -135,26 +135,26 @@ def test_with_a_bias_shifts_change_nothing() -> None:
 
 
 @every_split
-def test_centred(split: list[int]) -> None:
-    """The centred Gram is the covariance, the norms are the standard deviations; the Gram that it came from stays."""
+def test_centered(split: list[int]) -> None:
+    """The centered Gram is the covariance, the norms are the standard deviations; the Gram that it came from stays."""
     x = tokens(constant=True)[0]
     gram = Gram(FEATURES)
     for batch in x.split(split):
         gram.update(batch)
-    before, centred = gram.matrix, gram.centered()
+    before, centered = gram.matrix, gram.centered()
     exact = x.double() - x.double().mean(0)
     spread = exact.square().mean(0).sqrt()
     raw = x.double().square().mean(0).sqrt()
     allowed = 5e-6 * raw.outer(raw)  # float32 sums of the raw products
-    assert bool(((centred.matrix.double() - exact.T @ exact / TOKENS).abs() <= allowed).all())
-    torch.testing.assert_close(centred.rms.double(), spread, rtol=1e-3, atol=1e-6)
+    assert bool(((centered.matrix.double() - exact.T @ exact / TOKENS).abs() <= allowed).all())
+    torch.testing.assert_close(centered.rms.double(), spread, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(gram.mean.double(), x.double().mean(0), rtol=1e-4, atol=1e-5)
-    assert (centred.tokens, centred.features) == (TOKENS, FEATURES)
-    centred.matrix.fill_(7)
+    assert (centered.tokens, centered.features) == (TOKENS, FEATURES)
+    centered.matrix.fill_(7)
     assert torch.equal(gram.matrix, before)
-    assert float(centred.matrix.abs().max()) != 7
+    assert float(centered.matrix.abs().max()) != 7
     with pytest.raises(TypeError, match="cannot be updated"):
-        centred.update(x)
+        centered.update(x)
 
 
 def test_constant_inputs_are_dead() -> None:

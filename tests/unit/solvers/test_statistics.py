@@ -37,7 +37,7 @@ def close(got: Tensor, wanted: Tensor, rounding: float) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_settled_moments_are_the_same(dtype: torch.dtype) -> None:
-    """The same bits from half the memory; each reader still gets its own; no more tokens, and no other centre."""
+    """The same bits from half the memory; each reader still gets its own; no more tokens, and no other center."""
     gram = Gram(FEATURES, dtype=dtype)
     gram.update(inputs())
     before = gram.matrix, gram.rms, gram.mean
