@@ -208,11 +208,11 @@ def hours() -> list[str]:
     measured, gpu = read_figures(FILE), read_figures(MEASURED / "gpu.json")
     blocks = gpu[f"70%, {GPU_SAMPLES} x {LENGTH}"]["methods"]
     rows = []
-    for name in MODELS:
+    for name, config in MODELS.items():
         for run, plan in measured[name]["plans"].items():
             here = plan["seconds"]
             on_gpu = "not measured"
-            if run in ON_GPU:
+            if run in ON_GPU and not isinstance(config, GptOssConfig):  # small layers take the time of their launches
                 on_gpu = _time(plan["operations"] * blocks[GPU_METHODS[run]]["seconds"] / measured["block"][run])
             rows.append([f"`{name}`", run, _time(here), _time(here * CORES / MORE_CORES), on_gpu])
     return markdown_table(("model", "run", f"{CORES} cores", f"{MORE_CORES} cores", "H100"), rows, left=(0, 1))
@@ -220,7 +220,7 @@ def hours() -> list[str]:
 
 def _time(seconds: float) -> str:
     """Minutes below two hours, and hours."""
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.0f} h"
+    return f"{max(seconds / 60, 1):.0f} min" if seconds < 7200 else f"{seconds / 3600:,.0f} h"
 
 
 if __name__ == "__main__":
