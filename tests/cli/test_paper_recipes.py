@@ -1,4 +1,4 @@
-"""The paper's tables as recipes: every one reads, its figures have their cells, and its small form runs."""
+"""The recipes of the paper's tables and of small models: every one reads, its figures have their cells, its small form runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sparsellm.studies.sweep_file import read_sweep
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "neurips2024"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
-HERE = [pytest.param(path, id=path.stem) for path in RECIPES]
+SMALL_MODELS = FOLDER.parent / "small-models.yaml"
+HERE = [pytest.param(path, id=path.stem) for path in (*RECIPES, SMALL_MODELS)]
 QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "zeroshot"
 
 
@@ -23,7 +24,7 @@ QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "zeroshot"
 def test_every_recipe_reads_and_every_figure_has_its_cell(path: Path) -> None:
     sweep = read_sweep(path)
     for published in sweep.published:
-        assert "NeurIPS 2024" in published.source
+        assert "NeurIPS 2024" in published.source or path == SMALL_MODELS
         for where, value in published.figures:
             cells = [cell for cell in sweep.cells if where.items() <= cell.labels.items()]
             assert len(cells) == 1, where
@@ -41,6 +42,16 @@ def test_some_figures_are_where_they_belong() -> None:
     assert figures.beside({"model": "opt-13b", "sparsity": "85%", **at}) == 2052
     assert figures.beside({"model": "opt-125m", "sparsity": "70%", **at}) is None
     assert figures.beside({"model": "opt-125m", "sparsity": "70%", "protocol": "all", "method": "published"}) == 208.46
+
+
+def test_small_models_have_dense_gptq_at_the_same_bits() -> None:
+    sweep = read_sweep(SMALL_MODELS)
+    one = {"model": "opt-125m"}
+    dense = [cell.recipe for cell in sweep.cells if cell.labels == one | {"size": "int4", "method": "sparsegpt"}]
+    assert [(recipe.sparsity, recipe.values, recipe.group_size) for recipe in dense] == [("0%", "int4", 128)]
+    bits = [cell.recipe.bits for cell in sweep.cells if cell.labels == one | {"size": "4.125 bits", "method": "default"}]
+    assert bits == [4 + 16 / 128]
+    assert {cell.labels["method"] for cell in sweep.cells if cell.labels["size"] == "50%"} == set(sweep.axes["method"])
 
 
 def test_the_table_names_every_recipe() -> None:
