@@ -92,7 +92,7 @@ def test_what_the_dense_model_shows_is_found_once(
 
     for place in (
         "pipeline.stages.iterate_output_fisher",
-        "activations.fisher.run_backward",
+        "activations.fisher_diagonal.run_backward",
         "pipeline.stages.generate_samples",
     ):
         count(f"sparsellm.{place}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sparsellm.activations.fisher import FisherFactors
+from sparsellm.activations.fisher_diagonal import FisherFactors
 from sparsellm.allocation import rules as allocation
 from sparsellm.allocation import rules as balance
 from sparsellm.allocation.rules import CAUTION, allocate, owl
@@ -157,7 +157,7 @@ def test_one_pass_of_the_dense_model_serves_every_sparsity(
     factors: dict[str, FisherFactors] = {}
     assert allocate(rule, model, batches(), plans[0], cache=journal, factors=factors) == expected[0]
     with monkeypatch.context() as without_passes:
-        for place in ("sparsellm.allocation.rules.walk", "sparsellm.activations.fisher.run_backward"):
+        for place in ("sparsellm.allocation.rules.walk", "sparsellm.activations.fisher_diagonal.run_backward"):
             without_passes.delattr(place)
         resumed = Journal.resume(tmp_path, {})
         assert allocate(rule, model, batches(), plans[1], cache=resumed, factors=factors) == expected[1]

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 import sparsellm
-from sparsellm.activations.fisher import FisherFactors, weight_costs
+from sparsellm.activations.fisher_diagonal import FisherFactors, weight_costs
 from sparsellm.allocation import error_curves
 from sparsellm.allocation.bits import BitBudget, LayerFormat, bit_range
 from sparsellm.allocation.error_curves import DENSITIES, DESCENT, ROUNDED, ErrorCurve, measure_errors

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsellm.activations import fisher
+from sparsellm.activations import fisher_diagonal
 from sparsellm.activations.backward import sample_labels
-from sparsellm.activations.fisher import weight_costs
+from sparsellm.activations.fisher_diagonal import weight_costs
 from sparsellm.allocation import rules as allocation
 from sparsellm.allocation.rules import smallest_sums
 from sparsellm.checkpoints.loading import open_checkpoint
@@ -77,7 +77,7 @@ def test_costs_of_single_tokens_are_squared_gradients(family: str) -> None:
 @pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.long)])
 def test_costs_equal_the_expectation_over_labels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """W² E[g²] E[x²], with the exact expectation over the model's own labels, but for the sampling (measured: 1 to 3 %)."""
-    monkeypatch.setattr(fisher, "FISHER_TOKENS", 14_400)
+    monkeypatch.setattr(fisher_diagonal, "FISHER_TOKENS", 14_400)
     got = costs_of(tiny(family), [windows(2).repeat(1200, 1)])
     model = tiny(family)
     layers = {block.full_name(name): block.layer(name) for block in blocks_of(model) for name in block.layers}
@@ -119,7 +119,7 @@ def test_costs_do_not_depend_on_batches(family: str, monkeypatch: pytest.MonkeyP
         found = costs_of(model, some)
         assert all(torch.equal(wanted[name], costs) for name, costs in found.items())
     for tokens, count in ((16 * 5, 5), (16 * 5 + 1, 6), (3, 4)):
-        monkeypatch.setattr(fisher, "FISHER_TOKENS", tokens)
+        monkeypatch.setattr(fisher_diagonal, "FISHER_TOKENS", tokens)
         found, first = costs_of(model, batches()), costs_of(model, [every[:count]])
         assert all(torch.equal(found[name], costs) for name, costs in first.items())
     skipped = costs_of(model, batches(), exclude=("q_proj",))

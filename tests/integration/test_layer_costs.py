@@ -17,7 +17,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.activations.backward import sample_labels
-from sparsellm.activations.fisher import FisherFactors, weight_costs
+from sparsellm.activations.fisher_diagonal import FisherFactors, weight_costs
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.methods import LayerResult

@@ -23,7 +23,7 @@ from transformers import (
 
 import sparsellm
 from sparsellm.activations.backward import sample_labels
-from sparsellm.activations.fisher import weight_costs
+from sparsellm.activations.fisher_diagonal import weight_costs
 from sparsellm.activations.sensitivity import layer_curvatures, output_fisher
 from sparsellm.activations.walk import walk
 from sparsellm.methods.feedforward_problem import HELD

@@ -163,7 +163,7 @@ def test_a_plan_holds(
 
 @pytest.mark.parametrize("curved", [False, True])
 @pytest.mark.parametrize("solver", ["magnitude", "wanda", "sparsegpt", "fast-admm", "alps", "alps-accurate"])
-def test_a_solver_takes_what_it_says(solver: str, curved: bool) -> None:
+def test_a_solver_takes_what_its_cost_says(solver: str, curved: bool) -> None:
     """Products and the bytes at the peak of one solve, for a wide and for a tall layer."""
     for outputs, inputs in ((128, 352), (352, 128)):
         x, y = torch.randn(1024, inputs), torch.randn(1024, outputs)
@@ -182,7 +182,7 @@ def test_a_solver_takes_what_it_says(solver: str, curved: bool) -> None:
         assert products == pytest.approx(meter.operations, rel=0.5)
 
 
-def test_a_solver_that_tells_nothing_is_taken_to_be_like_sparsegpt() -> None:
+def test_a_solver_without_a_cost_is_taken_to_be_like_sparsegpt() -> None:
     pattern = parse_pattern("2:4")
     assert solver_cost(object(), pattern) == solver_cost(SparseGPT(), pattern, curved=True)
 

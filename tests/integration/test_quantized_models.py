@@ -176,12 +176,19 @@ def by_transformers(folder: Path, scheme: str) -> Any:
         "FP8 in blocks": lambda: transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 32)),
         "MXFP4": lambda: transformers.Mxfp4Config(dequantize=True),
     }
-    given = {"quantization_config": settings[scheme]()} if scheme in settings else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **given).eval()
+    given = settings.get(scheme, lambda: transformers.CompressedTensorsConfig(run_compressed=False))()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=given).eval()
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme"), [("qwen3", "FP8 in blocks"), ("qwen3_moe", "FP8 in blocks"), ("gpt_oss", "MXFP4")]
+    ("family", "scheme"),
+    [
+        ("qwen3", "FP8 in blocks"),
+        ("qwen3_moe", "FP8 in blocks"),
+        ("gpt_oss", "MXFP4"),
+        ("llama", "compressed-tensors int4"),
+        ("llama", "compressed-tensors FP8"),
+    ],
 )
 def test_like_the_dequantization_of_transformers(family: str, scheme: str, written: Written) -> None:
     folder, _ = written(family, scheme)
@@ -189,7 +196,7 @@ def test_like_the_dequantization_of_transformers(family: str, scheme: str, writt
         ours = open_checkpoint(str(folder)).load()
     theirs = by_transformers(folder, scheme)
     state = theirs.state_dict()
-    assert ours.state_dict().keys() == state.keys()
+    assert ours.state_dict().keys() <= state.keys()  # some keep the scales
     assert all(torch.equal(tensor, state[key]) for key, tensor in ours.state_dict().items())
     tokens = torch.arange(24).view(2, 12)
     assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
@@ -240,6 +247,11 @@ def test_every_command_reads_them(
         ]
         assert max(counts) == 1, (name, result.stdout, result.stderr)
     assert command("verify", pruned, "--against", folder).exit_code == 0
+    integers = ["--method", "sparsegpt", "--sparsity", "50%", "--values", "int4", *samples]
+    assert command("prune", folder, tmp_path / "int4", *integers).exit_code == 0
+    assert command("export", tmp_path / "int4", tmp_path / "exported").exit_code == 0
+    exported = json.loads((tmp_path / "exported" / "config.json").read_text())["quantization_config"]
+    assert (exported["quant_method"], exported["format"]) == ("compressed-tensors", "pack-quantized")
     assert command("verify", pruned, "--against", plain).exit_code == 0
     values = [json.loads(command("evaluate", x, "--text", text_file, *texts, "--json").stdout) for x in (folder, plain)]
     assert values[0]["perplexity"][str(text_file)]["value"] == values[1]["perplexity"][str(text_file)]["value"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.backward import first_windows
-from sparsellm.activations.fisher import FisherFactors
+from sparsellm.activations.fisher_diagonal import FisherFactors
 from sparsellm.activations.walk import walk
 from sparsellm.methods import Plan, assign_owners, planned_layers
 from sparsellm.methods.layerwise import collect_statistics, solve
@@ -67,7 +67,7 @@ def measure_errors(
     Args:
         batches: Calibration batches of token ids, each (batch, seq).
         plan: The layers; their patterns are ignored.
-        factors: Of every layer, from `sparsellm.activations.fisher.weight_costs`.
+        factors: Of every layer, from `sparsellm.activations.fisher_diagonal.weight_costs`.
     """
     curves: dict[str, ErrorCurve] = {}
     for block, inputs in walk(model, first_windows(batches, CURVE_TOKENS)):

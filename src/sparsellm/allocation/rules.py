@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsellm.activations.fisher import FisherFactors, weight_costs
+from sparsellm.activations.fisher_diagonal import FisherFactors, weight_costs
 from sparsellm.activations.walk import walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan

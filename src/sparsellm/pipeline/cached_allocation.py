@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sparsellm.activations.fisher import FisherFactors, weight_costs
+from sparsellm.activations.fisher_diagonal import FisherFactors, weight_costs
 from sparsellm.allocation.bits import BitBudget, shapes_of, stored_together
 from sparsellm.allocation.error_curves import ErrorCurve, measure_errors
 from sparsellm.allocation.rules import allocate

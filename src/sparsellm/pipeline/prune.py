@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sparsellm.activations.fisher import FisherFactors
+from sparsellm.activations.fisher_diagonal import FisherFactors
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.methods import BlockResult
 from sparsellm.methods.rounding import IntegerValues

@@ -24,7 +24,7 @@ from sparsellm.solvers.statistics import TokenCount
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sparsellm.activations.fisher import FisherFactors
+    from sparsellm.activations.fisher_diagonal import FisherFactors
     from sparsellm.pipeline.journal import Journal
 
 Step = LayerResult | EpochResult | TrainingResult | BlockResult

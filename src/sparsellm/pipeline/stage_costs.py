@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from sparsellm.activations.fisher import FISHER_TOKENS
-from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
+from sparsellm.activations.fisher_diagonal import FISHER_TOKENS
+from sparsellm.activations.fisher_diagonal import WINDOWS as FISHER_WINDOWS
 from sparsellm.activations.sensitivity import sampled_tokens
 from sparsellm.allocation.error_curves import CURVE_TOKENS, DENSITIES, MEASURED_ROWS
 from sparsellm.evaluation.perplexity import batch_to_measure

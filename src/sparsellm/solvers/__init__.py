@@ -1,4 +1,4 @@
-"""Solvers: each finds the pruned weight of one `LayerProblem`. One file per algorithm."""
+"""Solvers: each finds the pruned weight of one `LayerProblem`. Those that only score share a file."""
 
 from __future__ import annotations
 

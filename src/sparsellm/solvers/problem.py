@@ -164,10 +164,11 @@ def is_finite_pair(error: float, power: float) -> bool:
 class LayerSolver(Protocol):
     """Interface of a solver: a frozen dataclass of plain numbers with these two members.
 
-    If a solver has a field `damping` and a factorization fails, the driver retries with larger values and reports the one used.
+    If a solver has a field `damping` and a factorization fails, `methods.layerwise.solve` retries with larger values and
+    reports the one used.
 
     Attributes:
-        needs: The class of input statistics that `solve` reads; the driver accumulates exactly this class.
+        needs: The class of input statistics that `solve` reads; exactly this class is accumulated.
     """
 
     needs: ClassVar[type[TokenCount]]

@@ -1,7 +1,7 @@
 """Streaming statistics of a layer's inputs.
 
 Each class extends the one before and has the next `rank`: ``TokenCount < InputRMS < Gram``. A solver names the class that it
-needs, and the driver accumulates the one of highest rank that any layer with these inputs needs.
+needs, and `methods.layerwise.collect_statistics` accumulates the one of highest rank that any layer with these inputs needs.
 
 Products of a batch are computed in float32 and accumulated in float64; those of bfloat16 numbers on a CPU by a kernel.
 The sums, rounded to float32, then do not depend on the order of the batches or on their distribution over processes. If `unit`
