@@ -23,7 +23,7 @@ from sparsellm.checkpoints.headers import TensorHeader, read_all_headers, read_h
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.checkpoints.tensor_index import read_all, stored_row_chunks
-from sparsellm.errors import UnsupportedModel
+from sparsellm.errors import BadCheckpoint, UnsupportedModel
 from tests.conftest import report_of
 from tests.quantizing import SCHEMES, set_fields, write_mxfp4, write_plain, write_quantized
 
@@ -373,6 +373,49 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, A
         {},
         r"down_proj.weight: its columns are in groups up to 6, and it has scales for 6",
     ),
+    "no zero points": (
+        "AWQ",
+        lambda stored: stored.pop(DOWN.replace("weight", "qzeros")),
+        {},
+        r"down_proj.weight has numbers .* and other zero points, which is not AWQ int4",
+    ),
+    "scales of activations of AWQ": (
+        "AWQ",
+        lambda stored: stored.update({"model.layers.0.mlp.act_fn.scales": torch.ones(96)}),
+        {},
+        r"act_fn.scales scales activations, which AWQ does in some families, and that is not read",
+    ),
+    "plain and quantized": (
+        "GPTQ",
+        lambda stored: stored.update({DOWN: torch.ones(64, 96)}),
+        {},
+        r"down_proj.weight is stored both plain and quantized \(GPTQ int4\)",
+    ),
+    "a bias that the model lacks": (
+        "GPTQ",
+        lambda stored: stored.update({DOWN.replace("weight", "bias"): torch.ones(64)}),
+        {},
+        r"down_proj.bias, which is not 0, and the model has no such bias",
+    ),
+    "an empty part": (*FP8, put("_scale_inv", lambda x: x[:0]), {}, r"down_proj.weight has a part of shape \[0, 3\]"),
+    "an endless block": (
+        *NF4,
+        put(".quant_state.bitsandbytes__nf4", lambda x: text(json.loads(bytes(x.tolist())) | {"blocksize": 10**30})),
+        {},
+        r"down_proj.weight of shape .* in blocks of 1000",
+    ),
+    "an infinite block": (
+        *NF4,
+        put(".quant_state.bitsandbytes__nf4", lambda x: text(json.loads(bytes(x.tolist())) | {"blocksize": float("inf")})),
+        {},
+        r"down_proj.weight has a quant_state that cannot be read",
+    ),
+    "groups as a list": (
+        *INT4,
+        put("_packed", lambda x: x[:, :-1]),
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": ["x"]}},
+        r"weight of shape \(64, 96\) is not in \[64, 11\]",
+    ),
     "another quant_state": (
         *NF4,
         put(".quant_state.bitsandbytes__nf4", lambda x: x[:-2]),
@@ -419,6 +462,12 @@ def test_what_contradicts_itself_is_refused(
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq of 4 bits, version gemv"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes of 8 bits"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+        ({"quant_method": "gptq", "bits": 4.0}, "gptq of 4.0 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq of 4 bits, checkpoint_format marlin"),
+        (
+            {"quant_method": "compressed-tensors", "format": "x", "transform_config": {"config_groups": {"R3": {}}}},
+            "compressed-tensors x",
+        ),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors marlin-24"),
         ({}, "None"),
     ],
@@ -436,3 +485,58 @@ def test_only_safetensors(written: Written, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match="not in safetensors files"):
         open_checkpoint(str(folder))
+
+
+def test_variants_of_published_files_are_read(written: Written, tmp_path: Path) -> None:
+    """Names of AutoFP8, int32 shapes, numbers stored as bfloat16, zero biases, a stale index, a block of further tokens."""
+
+    def read(scheme: str, change: Callable[[dict[str, Tensor]], object], **fields: Any) -> Path:
+        folder, expected = written("llama", scheme)
+        target = changed(folder, tmp_path / f"{len(list(tmp_path.iterdir()))}", change, **fields)
+        with remarks_to(lambda *_: None):
+            state = open_checkpoint(str(target)).load().state_dict()
+        assert torch.equal(state[DOWN], expected[DOWN].to(state[DOWN].dtype))
+        return target
+
+    def rename(stored: dict[str, Tensor]) -> None:
+        for key in [key for key in stored if key.endswith("_scale_inv")]:
+            stored[key.removesuffix("_inv")] = stored.pop(key)
+
+    read("FP8 in blocks", rename)
+    read("compressed-tensors int4", put("_shape", lambda x: x.int()))
+    read("bitsandbytes", put("", lambda x: x.flatten().view(torch.bfloat16)[:, None]))
+    read("GPTQ", lambda stored: [stored.pop(key) for key in list(stored) if key.endswith("g_idx")], dtype="float16")
+    further = "model.layers.2.mlp.down_proj.weight"
+    read("FP8 in blocks", lambda stored: stored.update({further: torch.ones(64, 96).bfloat16()}))
+    stale = read("FP8 in blocks", lambda _: None)
+    index = {"metadata": {}, "weight_map": {"x": "model-00001-of-00001.safetensors"}}
+    (stale / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert DOWN in read_headers(stale / "model.safetensors")
+
+
+def test_what_described_the_quantization_stays_behind(written: Written, command: Callable[..., Result], tmp_path: Path) -> None:
+    """GPTQ's own file, and its biases of 0, are named in notes and not copied."""
+    bias = DOWN.replace("weight", "bias")
+    folder = changed(written("llama", "GPTQ")[0], tmp_path / "gptq", lambda stored: stored.update({bias: torch.zeros(64)}))
+    (folder / "quantize_config.json").write_text("{}")
+    result = command("prune", folder, tmp_path / "out", "--method", "magnitude", "--sparsity", "50%")
+    assert result.exit_code == 0, result.stderr
+    assert not (tmp_path / "out" / "quantize_config.json").exists()
+    assert bias not in stored_in(tmp_path / "out")
+    notes = " ".join(report_of(tmp_path / "out")["notes"])
+    assert "quantize_config.json (a description of how the dense model is quantized)" in notes
+    assert f"biases of 0 that the model does not have, {bias} first of 1, are left out" in notes
+
+
+def test_scales_that_two_files_hold_differently_are_refused(written: Written, tmp_path: Path) -> None:
+    folder, _ = written("qwen3", "FP8 in blocks")
+    target = Path(shutil.copytree(folder, tmp_path / "twice"))
+    stored = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    scale = f"{DOWN}_scale_inv"
+    save_file(stored, target / "model-00001-of-00002.safetensors")
+    save_file({scale: stored[scale] * 2, "x": torch.ones(1)}, target / "model-00002-of-00002.safetensors")
+    places = dict.fromkeys(stored, "model-00001-of-00002.safetensors") | {"x": "model-00002-of-00002.safetensors"}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    with pytest.raises(BadCheckpoint, match=f"both hold {scale}, with different values"), remarks_to(lambda *_: None):
+        open_checkpoint(str(target))

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import read_headers, read_pickle
-from sparsellm.checkpoints.stored_form import is_computed
+from sparsellm.checkpoints.stored_form import is_added_bias, is_computed
 from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
     Stored,
@@ -36,7 +36,8 @@ class StoredTensors:
 
     Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
     tensors of a checkpoint that cannot be read one at a time, have their names in the files. Stored buffers that the model
-    computes itself are left out. Without a model, the files must hold each parameter once, by its name, and no more.
+    computes itself are left out, and so are biases of 0 that GPTQ added. Without a model, the files must hold each parameter
+    once, by its name, and no more.
     """
 
     def __init__(self, folder: Path | None, model: PreTrainedModel | None) -> None:
@@ -54,7 +55,11 @@ class StoredTensors:
         try:
             locations, unknown, _ = index_tensors(files, model)
             headers = {file: read_headers(file) for file in files}
-            carried = {key: x for key, x in unknown.items() if not is_computed(key, headers[x.file][key].shape)}
+            carried = {
+                key: x
+                for key, x in unknown.items()
+                if not is_computed(key, headers[x.file][key].shape) and not is_added_bias(key, x)
+            }
             self.files |= sorted({**carried, **locations}.items())
         except NotStreamable:
             for file in files:

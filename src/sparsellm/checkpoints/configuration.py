@@ -171,6 +171,14 @@ def check_tensors(name: str, model: PreTrainedModel, *, files: list[Path], heade
     except NotStreamable:
         return
     state = model.state_dict()
+    joined = next(
+        (key for key in state if key not in locations and re.search(r"\.experts\.(gate_up_proj|down_proj)$", key)), None
+    )
+    if joined and (single := next((key for key in headers if re.search(r"\.experts\.\d+\.", key)), None)):
+        raise UnsupportedModel(
+            f"{name} stores each expert on its own, as {single[:120]}, and the installed transformers does not join them to "
+            f"{joined} in models of this type. Take a checkpoint that stores them joined."
+        )
     for key, location in locations.items():
         shape = tuple(state[key].shape)
         if isinstance(location, TensorLocation) and headers[location.key].shape != shape:

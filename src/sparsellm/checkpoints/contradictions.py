@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import SHARDS
 from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
@@ -100,7 +102,7 @@ def check_doubles(name: str, files: Sequence[Path]) -> None:
     """Raise BadCheckpoint if two weight files hold a tensor of the same name with different values."""
     first: dict[str, Path] = {}
     for file in files if len(files) > 1 else ():
-        for key in read_headers(file):
+        for key in read_headers(file, decoded=False):
             other = first.setdefault(key, file)
             if other != file and not _equal(TensorLocation(other, key), TensorLocation(file, key)):
                 raise BadCheckpoint(
@@ -111,9 +113,10 @@ def check_doubles(name: str, files: Sequence[Path]) -> None:
 
 def _equal(first: TensorLocation, second: TensorLocation) -> bool:
     """Whether two stored tensors have the same bits."""
-    headers = [read_headers(place.file)[place.key] for place in (first, second)]
+    headers = [read_headers(place.file, decoded=False)[place.key] for place in (first, second)]
+    chunks = (stored_row_chunks(place, decoded=False) for place in (first, second))
     return headers[0] == headers[1] and all(
-        a.equal(b) for a, b in zip(stored_row_chunks(first), stored_row_chunks(second), strict=True)
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in zip(*chunks, strict=True)
     )
 
 

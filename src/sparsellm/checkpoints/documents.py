@@ -24,6 +24,9 @@ CONFIG_FILE = "config.json"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Fields of config.json that say how the weights are quantized or packed."""
 
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files of quantized checkpoints that say how: GPTQ's, AWQ's and modelopt's. No output is quantized in their way."""
+
 MODULES = "modules.json"
 """Lists the modules of a sentence-transformers model, whose folders belong to the model with their weights."""
 
@@ -122,6 +125,7 @@ def _left_out(name: Path, file: Path, *, trusted: bool, modules: Collection[str]
         "": inside and name.parts[0] in modules,
         "an adapter, which is no part of the model": bool(ADAPTER.fullmatch(name.name)),
         "the state of a training": bool(TRAINING_FILES.fullmatch(name.name)),
+        "a description of how the dense model is quantized": name.name in QUANTIZATION_FILES,
         "code, which goes along with `trust_remote_code=True`": name.suffix == ".py" and not trusted,
         "weights that are not loaded": name.suffix.lower() in WEIGHTS or bool(INDEX.search(name.name)),
         "another checkpoint": inside and any((file.parent / shard).is_file() for shard in SHARDS),

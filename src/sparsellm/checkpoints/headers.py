@@ -168,7 +168,8 @@ def quantized_files(folder: Path) -> QuantizedFiles | None:
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
     if not config.is_file() or not _is_quantized(config, _stamp(config)):
         return None
-    names = _weight_files(index, _stamp(index)) if index.is_file() else ("model.safetensors",)
+    single = ("model.safetensors",)  # which transformers reads before an index
+    names = single if (folder / single[0]).is_file() or not index.is_file() else _weight_files(index, _stamp(index))
     files = tuple(folder / name for name in names if (folder / name).is_file())
     return _quantized_files(config, files, tuple(map(_stamp, (config, *files))))
 

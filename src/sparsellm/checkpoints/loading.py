@@ -24,7 +24,7 @@ from sparsellm.checkpoints.configuration import (
 from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
 from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
-from sparsellm.checkpoints.headers import TensorHeader, check_dtypes
+from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, quantized_files
 from sparsellm.checkpoints.opening import open_files, open_folder
 from sparsellm.checkpoints.packed_files import PACKED_METHOD
 from sparsellm.checkpoints.stamps import Stamps
@@ -91,6 +91,8 @@ class Checkpoint:
     def dtype(self, name: str = "auto") -> torch.dtype:
         """Return the dtype to load in: that of the name; for "auto" that of the configuration or else of the weight files."""
         dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name)
+        if dtype is None and (quantized := quantized_files(self.folder)):
+            dtype = getattr(torch, quantized.dtype)
         return dtype if isinstance(dtype, torch.dtype) else stored_dtype(self.files()[0])
 
     def stream(

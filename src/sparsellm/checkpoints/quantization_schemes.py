@@ -35,6 +35,10 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """By column of eight, which four bits of an AWQ word hold its number."""
 
 
+LARGEST_BLOCK = 2**31
+"""Largest size of a block that is read."""
+
+
 class Contradiction(Exception):
     """Tensors that are not what the scheme says. The message says what is wrong with them."""
 
@@ -93,6 +97,7 @@ class Scheme(ABC):
         weight: Ending of the weight's name in the model, in place of these.
         transposed: Whether the model's weight is the transpose of the stored matrix.
         activation_scales: Endings of tensors that serve to quantize activations, which a dense model does without.
+        is_bytes: Whether the bytes of the numbers may be stored as any dtype.
     """
 
     numbers_in: ClassVar[tuple[str, ...]]
@@ -100,7 +105,13 @@ class Scheme(ABC):
     others: ClassVar[tuple[str, ...]] = ()
     weight: ClassVar[str] = ""
     transposed: ClassVar[bool] = False
-    activation_scales: ClassVar[tuple[str, ...]] = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
+    activation_scales: ClassVar[tuple[str, ...]] = (
+        ".input_scale",
+        ".activation_scale",
+        *(f".{of}_{part}" for of in "kvq" for part in ("scale", "zero_point")),
+        ".kv_scale",
+    )
+    is_bytes: ClassVar[bool] = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -128,11 +139,11 @@ class Scheme(ABC):
 
     def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         """Return the factors of some rows of a matrix: (rows, columns) or (rows, 1), float32."""
-        return by_block(self.scales(parts), layout, rows)
+        return by_block(parts["scales"], layout, rows)
 
-    def scales(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the scales of a matrix, float32."""
-        return as_scales(parts[self.scales_in])
+    def prepared(self, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        """Return the tensors of a matrix, with what its rows share: `scales`, `zeros` in float32, and the columns' `groups`."""
+        return {**parts, "scales": as_scales(parts[self.scales_in])}
 
     def integers(self, layout: Layout) -> IntegerFormat | None:
         """The format of integers whose scales are those of groups of columns of a row; None in any other scheme."""
@@ -190,13 +201,13 @@ class CompressedTensors(Scheme):
         ".input_global_scale",
         ".output_scale",
         ".output_zero_point",
-        "k_proj.output_scale",
     )
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
         groups = settings.get("config_groups")
-        weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
+        listed = groups.values() if isinstance(groups, dict) else ()
+        weights = [group.get("weights") for group in listed if isinstance(group, dict)]
         self._weights = [given for given in weights if isinstance(given, dict)]
         self.block = next((pair for given in self._weights if (pair := _pair(given.get("block_structure")))), None)
 
@@ -224,10 +235,12 @@ class CompressedTensors(Scheme):
         """Return the layout of integers in words of 32 bits."""
         packed, scale = parts["weight_packed"], parts["weight_scale"]
         stored = parts.get("weight_shape")
-        if stored is None or (stored.dtype, stored.shape) != ("int64", (2,)):
+        if stored is None or stored.dtype not in ("int64", "int32") or stored.shape != (2,):
             raise Contradiction("has no weight_shape of two integers")
-        shape = tuple(torch.frombuffer(bytearray(read("weight_shape")), dtype=torch.int64).tolist())
-        widths = {bits for bits in (2, 4, 8) if bits in [given.get("num_bits") for given in self._weights]} or {4, 8}
+        shape = tuple(torch.frombuffer(bytearray(read("weight_shape")), dtype=getattr(torch, stored.dtype)).tolist())
+        listed = [given["num_bits"] for given in self._weights if "num_bits" in given]
+        if not (widths := {bits for bits in (2, 4, 8) if not listed or bits in listed}):
+            raise Contradiction("has integers of other than 2, 4 and 8 bits")
         fits = [
             bits for bits in sorted(widths) if packed.shape == (shape[0], -(-shape[1] * bits // WORD_BITS)) and min(shape) > 0
         ]
@@ -237,43 +250,37 @@ class CompressedTensors(Scheme):
             index = parts["weight_g_idx"]
             if index.shape != shape[1:] or index.dtype != "int32" or len(scale.shape) != 2 or scale.shape[0] != shape[0]:
                 raise Contradiction(f"has groups {_said(index)} and scales {_said(scale)}")
-            return Layout(shape, fits[0], (1, -(-shape[1] // scale.shape[1])), "words")
+            return Layout(shape, fits[0], (1, -(-shape[1] // scale.shape[1])), "integers")
         block = block_of(shape, scale, None)
         if block[0] != 1 and scale.shape not in ((1,), (1, 1)):
             raise Contradiction(f"has scales {_said(scale)}")
-        return Layout(shape, fits[0], block, "words")
+        return Layout(shape, fits[0], block, "integers" if "weight_zero_point" in parts else "words")
+
+    def prepared(self, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        found = super().prepared(parts, layout)
+        if "weight_global_scale" in parts:
+            found["scales"] = found["scales"] / parts["weight_global_scale"].float()
+        if "weight_g_idx" in parts:
+            found["groups"] = _groups(parts["weight_g_idx"], found["scales"].shape[1])
+        if (zero := parts.get("weight_zero_point")) is not None:
+            is_packed = zero.dtype == torch.int32  # along the rows
+            found["zeros"] = (unpack_integers(zero.T.contiguous(), layout.bits, layout.rows).T if is_packed else zero).float()
+        return found
 
     def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
-        zero = parts.get("weight_zero_point")
-        if "weight" not in parts and layout.kind == "floats":
-            return unpack_e2m1(parts["weight_packed"][rows])
         if "weight" in parts:
             numbers = parts["weight"][rows].float()
-            return numbers if zero is None else numbers.sub_(by_block(zero.float(), layout, rows))
-        numbers = unpack_integers(parts["weight_packed"][rows], layout.bits, layout.columns).float()
-        if zero is None:
-            return numbers
-        if zero.dtype == torch.int32:  # packed along the rows
-            zero = unpack_integers(zero.T.contiguous(), layout.bits, layout.rows).T
-        return numbers.sub_(self._by_group(zero.float(), parts, layout, rows))
+        elif layout.kind == "floats":
+            numbers = unpack_e2m1(parts["weight_packed"][rows])
+        else:
+            numbers = unpack_integers(parts["weight_packed"][rows], layout.bits, layout.columns).float()
+        return numbers.sub_(_by_group(parts["zeros"], parts, layout, rows)) if "zeros" in parts else numbers
 
     def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
-        if "weight_g_idx" in parts:
-            return self._by_group(self.scales(parts), parts, layout, rows)
-        return super().factors(parts, layout, rows)
-
-    def scales(self, parts: Mapping[str, Tensor]) -> Tensor:
-        scales = super().scales(parts)
-        return scales / parts["weight_global_scale"].float() if "weight_global_scale" in parts else scales
-
-    def _by_group(self, values: Tensor, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
-        """Return the value of each column's group, which `weight_g_idx` lists where columns are in another order."""
-        if "weight_g_idx" not in parts:
-            return by_block(values, layout, rows)
-        return values[rows][:, _groups(parts["weight_g_idx"], values.shape[1])]
+        return _by_group(parts["scales"], parts, layout, rows)
 
     def integers(self, layout: Layout) -> IntegerFormat | None:
-        if layout.kind != "words":
+        if layout.kind != "words" or layout.block[0] != 1:
             return None
         return IntegerFormat(layout.bits, 0 if layout.block[1] == layout.columns else layout.block[1])
 
@@ -285,6 +292,7 @@ class BitsAndBytes4(Scheme):
     states = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
     others = (".quant_map", ".nested_absmax", ".nested_quant_map", *states)
     name = "bitsandbytes 4-bit"
+    is_bytes = True
 
     def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         ending = next((ending for ending in self.states if ending in parts), None)
@@ -295,14 +303,14 @@ class BitsAndBytes4(Scheme):
             shape, size = tuple(map(int, state["shape"])), int(state["blocksize"])
             nested = int(state.get("nested_blocksize") or 0)
             offset = float(state.get("nested_offset") or 0.0)
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise Contradiction("has a quant_state that cannot be read") from error
         count, packed, scales = math.prod(shape), parts[""], parts[".absmax"]
         if (
-            min((*shape, size)) < 1
-            or len(shape) < 2
-            or packed.dtype != "uint8"
-            or math.prod(packed.shape) != -(-count // 2)
+            len(shape) < 2
+            or not 1 <= min((*shape, size)) <= max(size, nested) <= LARGEST_BLOCK
+            or nested < 0
+            or math.prod(packed.shape) * getattr(torch, packed.dtype).itemsize != -(-count // 2)
             or math.prod(scales.shape) != -(-count // size)
             or math.prod(parts[".quant_map"].shape) != 16
         ):
@@ -319,28 +327,23 @@ class BitsAndBytes4(Scheme):
 
     def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         first, last = rows.start * layout.columns, rows.stop * layout.columns
-        packed = parts[""].flatten()[first // 2 : -(-last // 2)]
+        packed = parts[""].flatten().view(torch.uint8)[first // 2 : -(-last // 2)]
         places = torch.stack([packed >> 4, packed & 15], 1).flatten()[first % 2 :][: last - first]
         return parts[".quant_map"].float()[places.int()].view(-1, layout.columns)
 
     def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         size, places = layout.block[1], torch.arange(rows.start * layout.columns, rows.stop * layout.columns)
-        return self._block_scales(parts, layout)[places // size].view(-1, layout.columns)
+        return parts["scales"][places // size].view(-1, layout.columns)
 
-    def _block_scales(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
-        """Return the scale of each block of consecutive numbers."""
+    def prepared(self, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         scales, nested = parts[".absmax"].flatten(), layout.details["nested"]
         if not nested:
-            return scales.float()
-        outer = parts[".nested_absmax"].float().flatten()
-        places = torch.arange(scales.numel()) // nested
+            return {**parts, "scales": scales.float()}
+        outer, places = parts[".nested_absmax"].float().flatten(), torch.arange(scales.numel()) // nested
         if places[-1] >= outer.numel() or parts[".nested_quant_map"].numel() != 256:
             raise BadCheckpoint("its nested scales are not those of its blocks")
-        offset: float = layout.details["offset"]
-        return parts[".nested_quant_map"].float()[scales.int()] * outer[places] + offset
-
-    def scales(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return parts[".nested_absmax" if ".nested_absmax" in parts else ".absmax"].float()
+        scale_map = parts[".nested_quant_map"].float()
+        return {**parts, "scales": scale_map[scales.int()] * outer[places] + layout.details["offset"]}
 
 
 class GPTQ(Scheme):
@@ -370,7 +373,10 @@ class GPTQ(Scheme):
             raise Contradiction(
                 f"has numbers {_said(words)}, scales {_said(scales)} and other zero points or groups than these"
             )
-        return Layout(shape, self.bits, (-(-shape[0] // scales.shape[0]), 1), "integers")
+        size: Any = self.settings.get("group_size")
+        if type(size) is not int or size < 1 or -(-shape[0] // size) != scales.shape[0]:
+            size = -(-shape[0] // scales.shape[0])
+        return Layout(shape, self.bits, (size, 1), "integers")
 
     def _zeros_shape(self, scales: PartHeader) -> tuple[int, int]:
         """The shape of the zero points."""
@@ -380,17 +386,19 @@ class GPTQ(Scheme):
         held = WORD_BITS // self.bits
         words = parts["qweight"][rows.start // held : -(-rows.stop // held)]
         numbers = unpack_unsigned(words.T, self.bits).T[rows.start % held :][: rows.stop - rows.start]
-        zeros = unpack_unsigned(parts["qzeros"] + self.added, self.bits)[:, : layout.columns].float()
-        return numbers.float().sub_(zeros[self._groups(parts, layout, rows)])
+        return numbers.float().sub_(parts["zeros"][parts["groups"][rows]])
 
     def factors(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
-        return self.scales(parts)[self._groups(parts, layout, rows)]
+        return parts["scales"][parts["groups"][rows]]
 
-    def _groups(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
-        """Return the group of each of these inputs."""
-        if "g_idx" in parts:
-            return _groups(parts["g_idx"], parts["scales"].shape[0])[rows]
-        return torch.arange(rows.start, rows.stop) // layout.block[0]
+    def prepared(self, parts: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        index = parts.get("g_idx", torch.arange(layout.rows) // layout.block[0])
+        groups = _groups(index, parts["scales"].shape[0])
+        return super().prepared(parts, layout) | {"groups": groups, "zeros": self._zeros(parts["qzeros"], layout)}
+
+    def _zeros(self, packed: Tensor, layout: Layout) -> Tensor:
+        """Return the zero points, (groups, outputs), float32."""
+        return unpack_unsigned(packed + self.added, self.bits)[:, : layout.columns].float()
 
 
 class AWQ(GPTQ):
@@ -405,16 +413,16 @@ class AWQ(GPTQ):
         if words.dtype != "int32" or len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in SCALES:
             raise Contradiction(f"has numbers {_said(words)} and scales {_said(scales)}")
         shape, zeros = (words.shape[0], words.shape[1] * WORD_BITS // self.bits), parts.get("qzeros")
-        if scales.shape[1] != shape[1] or shape[0] % scales.shape[0] or (zeros and zeros.shape != self._zeros_shape(scales)):
+        if scales.shape[1] != shape[1] or shape[0] % scales.shape[0] or not zeros or zeros.shape != self._zeros_shape(scales):
             raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)}, and other zero points")
         return Layout(shape, self.bits, (shape[0] // scales.shape[0], 1), "integers")
 
     def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         numbers = _in_order(unpack_unsigned(parts["qweight"][rows], self.bits)).float()
-        if "qzeros" not in parts:
-            return numbers
-        zeros = _in_order(unpack_unsigned(parts["qzeros"], self.bits)).float()
-        return numbers.sub_(zeros[self._groups(parts, layout, rows)])
+        return numbers.sub_(parts["zeros"][parts["groups"][rows]])
+
+    def _zeros(self, packed: Tensor, layout: Layout) -> Tensor:
+        return _in_order(unpack_unsigned(packed, self.bits)).float()
 
 
 def block_of(
@@ -495,6 +503,11 @@ def unpack_unsigned(words: Tensor, bits: int) -> Tensor:
 def _in_order(numbers: Tensor) -> Tensor:
     """Return the columns of AWQ's numbers in their order."""
     return numbers.view(numbers.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
+
+
+def _by_group(values: Tensor, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
+    """Return the value of each column's group, which `groups` lists where columns are in another order."""
+    return values[rows][:, parts["groups"]] if "groups" in parts else by_block(values, layout, rows)
 
 
 def _groups(index: Tensor, count: int) -> Tensor:

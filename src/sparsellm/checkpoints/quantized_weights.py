@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,6 @@ class QuantizedWeight:
         Raises:
             BadCheckpoint: A scale is not finite, or the tensors contradict each other.
         """
-        if not all_finite(self.scheme.scales(parts)):
-            raise BadCheckpoint("its scales hold NaN or infinity")
         layout, weight = self.layout, torch.empty(self.shape, dtype=dtype)
         if len(layout.shape) == 2:
             target = weight.view(layout.shape[::-1]).T if self.scheme.transposed else weight.view(layout.shape)
@@ -85,6 +83,9 @@ class QuantizedWeight:
 
     def _fill(self, matrix: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Dequantize a matrix, (rows, columns) as it is stored, in chunks of rows."""
+        parts = self.scheme.prepared(parts, self.layout)
+        if not all_finite(parts["scales"]):
+            raise BadCheckpoint("its scales hold NaN or infinity")
         rows = max(1, CHUNK // self.layout.columns // WORD_ROWS) * WORD_ROWS
         for start in range(0, self.layout.rows, rows):
             chunk = slice(start, min(start + rows, self.layout.rows))
@@ -112,14 +113,20 @@ class QuantizedFiles:
     hidden: frozenset[str]
     activation_scales: int
 
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype in which the weights are read unless another one is asked for."""
+        return min(weight.dtype for weights in self.weights.values() for weight in weights.values())
+
     def describe(self, name: str, stored: int, parameters: int) -> str:
         """Return how the checkpoint `name`, of so many bytes and parameters, is quantized, and what is read of it."""
-        dtype = min(weight.dtype for weights in self.weights.values() for weight in weights.values())
+        dtype = self.dtype
         left_out = f"; {plural(self.activation_scales, 'scale')} of activations are left out" if self.activation_scales else ""
         default = "" if dtype == "bfloat16" else f", {dtype} by default"
         return (
             f"{name} is quantized ({self.scheme.name}, {human_bytes(stored)}): each weight is dequantized as it is read"
-            f"{default}; the model takes {human_bytes(2 * parameters)} in 16 bits a number{left_out}"
+            f"{default}, and outputs hold plain weights; the model takes {human_bytes(2 * parameters)} in 16 bits a number"
+            f"{left_out}"
         )
 
 
@@ -148,18 +155,20 @@ def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
         return None
     method, format = settings.get("quant_method"), settings.get("format", "")
     bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
+    layout = settings.get("checkpoint_format")
     read: dict[str, tuple[type[Scheme], bool]] = {
         "fp8": (Float8, True),
         "fbgemm_fp8": (CompressedTensors, True),
         "mxfp4": (MXFP4, True),
-        "compressed-tensors": (CompressedTensors, not _is_sparse(settings)),
+        "compressed-tensors": (CompressedTensors, not _is_unread(settings)),
         "bitsandbytes": (BitsAndBytes4, bool(settings.get("load_in_4bit"))),
-        "gptq": (GPTQ, bits in (2, 4, 8)),
+        "gptq": (GPTQ, type(bits) is int and bits in (2, 4, 8) and layout in (None, "gptq", "gptq_v2")),
         "awq": (AWQ, bits == 4 and version == "gemm"),
     }
     if str(method) in read and read[str(method)][1]:
         return read[str(method)][0](settings)
-    details = {"gptq": f" of {bits} bits", "awq": f" of {bits} bits, version {version}", "compressed-tensors": f" {format}"}
+    of = "" if layout is None else f", checkpoint_format {layout}"
+    details = {"gptq": f" of {bits} bits{of}", "awq": f" of {bits} bits, version {version}", "compressed-tensors": f" {format}"}
     kind = "bitsandbytes of 8 bits" if method == "bitsandbytes" else f"{str(method)[:40]}{details.get(str(method), '')[:40]}"
     raise UnsupportedModel(
         f"{name} is quantized by {kind}, which is not read; what is read is {READ}. Prune the plain checkpoint that it was "
@@ -167,8 +176,11 @@ def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
     )
 
 
-def _is_sparse(settings: Mapping[str, Any]) -> bool:
-    """Whether a configuration of compressed-tensors says that zeros are left out of the files, or names a format of kernels."""
+def _is_unread(settings: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors leaves zeros out of the files, rotates activations, or has a format of certain kernels."""
+    transforms = settings.get("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        return True
     sparse = settings.get("sparsity_config")
     formats = {str(settings.get("format")), str(sparse.get("format") if isinstance(sparse, dict) else None)}
     return bool(formats & {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mxfp6-pack-quantized"})
@@ -191,6 +203,9 @@ def find_weights(
         BadCheckpoint: The tensors contradict each other or the configuration.
     """
     places = {key: file for file, stored in headers.items() for key in stored}
+    scales = [key for key in places if key.endswith(("_scale_inv", ".weight_scale"))]
+    if isinstance(scheme, Float8) and scales and not any(key.endswith("_scale_inv") for key in scales):
+        scheme = CompressedTensors({"format": "FP8", **scheme.settings})  # AutoFP8 names the scales as llm-compressor does
     dtype = _dtype(fields)
     weights: dict[Path, dict[str, QuantizedWeight]] = {file: {} for file in headers}
     parts_of: dict[str, dict[str, str]] = {}
@@ -206,6 +221,8 @@ def find_weights(
         if list(parts) == ["weight"] and headers[places[parts["weight"]]][parts["weight"]].dtype not in (*FLOAT8, "int8"):
             continue  # a plain weight
         weight = base + scheme.weight
+        if weight in places and weight not in parts.values():
+            raise BadCheckpoint(f"{weight[:120]} is stored both plain and quantized ({scheme.name}). Get a sound copy.")
         found = _weight(
             weight,
             scheme,
@@ -235,6 +252,10 @@ def _weight(
     stored = {ending: headers[file][key] for ending, (file, key) in parts.items()}
     first = next(iter(parts.values()))
     where = f"{first[0].name}: {weight[:120]}"
+    if isinstance(scheme, AWQ) and list(parts) == [scheme.scales_in]:
+        raise UnsupportedModel(f"{first[1][:120]} scales activations, which AWQ does in some families, and that is not read.")
+    if wrong := next((x for x in stored.values() if min(x.shape, default=1) < 1 or not hasattr(torch, x.dtype)), None):
+        raise BadCheckpoint(f"{where} has a part of shape {list(wrong.shape)} in {wrong.dtype}. Get a sound copy.")
     if not any(ending in parts for ending in scheme.numbers_in):
         raise BadCheckpoint(
             f"{where} has scales ({first[1][:120]}) and no numbers. The download may be incomplete: get a sound copy."
@@ -245,7 +266,7 @@ def _weight(
             f"{where} is quantized ({scheme.name}) and has no scales (…{scheme.scales_in}). "
             "The download may be incomplete: get a sound copy."
         )
-    if numbers.dtype in FLOATS_READ:
+    if numbers.dtype in FLOATS_READ and not scheme.is_bytes:
         raise BadCheckpoint(
             f"{where} is in {numbers.dtype} beside scales of {scheme.name}: the folder is dequantized in part. "
             "Get a sound copy, or dequantize all of it and remove quantization_config from config.json."
@@ -256,7 +277,7 @@ def _weight(
         raise BadCheckpoint(
             f"{where} {error}, which is not {scheme.name}. config.json may belong to another model: get a sound copy."
         ) from None
-    own = stored[scheme.scales_in].dtype
+    own = stored[scheme.scales_in].dtype if scheme.integers(layout) else ""
     shape = layout.details.get("shape", layout.shape)
     if scheme.transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
@@ -277,7 +298,7 @@ def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mappin
         raise BadCheckpoint(
             f"{key[:120]} is in {plain[key].dtype} and has no scales. The download may be incomplete: get a sound copy."
         )
-    roles = {_role(key): key for key in found}
+    roles = {_role(key): key for key in found} if isinstance(files.scheme, Float8) else {}  # others keep some layers plain
     for key, stored in plain.items():
         if (other := roles.get(_role(key))) and len(stored.shape) > 1 and not _is_left_out(key, fields):
             raise BadCheckpoint(
@@ -292,23 +313,14 @@ def _role(key: str) -> str:
 
 
 def _is_left_out(key: str, fields: Mapping[str, Any]) -> bool:
-    """Whether a configuration lists the module of a weight among those that are not quantized."""
-    settings = quantization_settings(fields) or {}
-    module = key.rpartition(".")[0]
-    for listed in _left_out(settings):
-        if listed.startswith("re:"):
-            if re.match(listed.removeprefix("re:"), module):
-                return True
-        elif listed in key or listed == module.rpartition(".")[2]:
-            return True
-    return bool(settings.get("dynamic")) or settings.get("layers_to_transform") is not None  # GPTQModel's rules by layer
-
-
-def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Names and patterns of the modules that are not quantized."""
-    for field_name in ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules"):
-        value = settings.get(field_name)
-        yield from (str(item) for item in value if item) if isinstance(value, list) else ()
+    """Whether a configuration lists the module of a weight as not quantized, under any prefix, or has no such block."""
+    text = fields.get("text_config")
+    blocks = (text if isinstance(text, dict) else fields).get("num_hidden_layers")
+    if isinstance(blocks, int) and any(int(number) >= blocks for number in re.findall(r"layers\.(\d+)\.", key)):
+        return True  # such as a block that predicts further tokens
+    listed = (quantization_settings(fields) or {}).get("modules_to_not_convert")
+    names = [name for name in listed if isinstance(name, str) and name] if isinstance(listed, list) else []
+    return any(name in key or name.rpartition("layers.")[2] in key.rpartition("layers.")[2] for name in names)
 
 
 def _dtype(fields: Mapping[str, Any]) -> str | None:

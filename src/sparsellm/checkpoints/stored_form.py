@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import FLOATS, locate_all, read_headers
-from sparsellm.checkpoints.tensor_index import ConvertedTensor, Stored, TensorLocation, index_tensors, locations_of
-from sparsellm.errors import dtype_name
+from sparsellm.checkpoints.headers import FLOATS, locate_all, quantized_weights, read_headers
+from sparsellm.checkpoints.quantization_schemes import GPTQ
+from sparsellm.checkpoints.tensor_index import ConvertedTensor, Stored, TensorLocation, index_tensors, locations_of, read_stored
+from sparsellm.errors import BadCheckpoint, dtype_name
 from sparsellm.models.blocks import blocks_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ def is_computed(key: str, shape: Sequence[int]) -> bool:
     return bool(COMPUTED.search(key) or (CAUSAL_MASK.search(key) and len(shape) == 4))
 
 
+def is_added_bias(key: str, location: TensorLocation) -> bool:
+    """Whether a tensor that the model lacks is the bias of a layer of GPTQ; raise BadCheckpoint unless it is 0."""
+    weight = quantized_weights(location.file).get(f"{key.removesuffix('bias')}weight") if key.endswith(".bias") else None
+    if weight is None or not isinstance(weight.scheme, GPTQ):
+        return False
+    if read_stored(location).any():
+        raise BadCheckpoint(f"{location.file.name} holds {key[:120]}, which is not 0, and the model has no such bias.")
+    return True
+
+
 @dataclass(frozen=True)
 class StoredForm:
     """The tensors of a checkpoint's files.
@@ -41,12 +52,14 @@ class StoredForm:
         locations: Where each tensor of the model is stored, by its name there.
         carried: Where tensors are that the model does not have, such as those for predicting several tokens, by stored name.
         computed: Names of stored buffers that the model computes itself.
+        zero_biases: Names of biases that are 0 and that the model does not have; GPTQ's programs wrote one for each layer.
     """
 
     model: PreTrainedModel
     locations: Mapping[str, Stored]
     carried: Mapping[str, TensorLocation]
     computed: tuple[str, ...] = ()
+    zero_biases: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, files: Iterable[Path], model: PreTrainedModel) -> StoredForm:
@@ -54,7 +67,9 @@ class StoredForm:
         locations, unknown, _ = index_tensors(files, model, whole=True)
         headers = {file: read_headers(file) for file in {location.file for location in unknown.values()}}
         computed = tuple(key for key, x in unknown.items() if is_computed(key, headers[x.file][key].shape))
-        return cls(model, locations, {key: x for key, x in unknown.items() if key not in computed}, computed)
+        biases = tuple(key for key, x in unknown.items() if is_added_bias(key, x))
+        carried = {key: x for key, x in unknown.items() if key not in {*computed, *biases}}
+        return cls(model, locations, carried, computed, biases)
 
     def dtypes(self) -> dict[str, str]:
         """The dtype of each stored tensor of the model that holds floating-point numbers, by stored name."""

@@ -208,6 +208,8 @@ def _read_quantized(location: TensorLocation, weight: QuantizedWeight, dtype: to
     parts = {ending: _read_elements(TensorLocation(file, key), 0, None) for ending, (file, key) in weight.parts.items()}
     try:
         return weight.dequantize(parts, dtype or getattr(torch, weight.dtype))
+    except (IndexError, ArithmeticError) as error:
+        raise BadCheckpoint(f"{location.file.name}: the parts of {location.key} do not fit each other.") from error
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{location.file.name}: {location.key}: {error}. Get a sound copy of the file.") from None
 

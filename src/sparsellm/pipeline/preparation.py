@@ -239,6 +239,9 @@ def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Itera
         first = next(iter(form.carried))
         verb = "goes along as it is" if len(form.carried) == 1 else "go along as they are"
         yield f"{plural(len(form.carried), 'tensor')} that the model does not use, {first} first, {verb}"
+    if form.zero_biases:
+        first = form.zero_biases[0]
+        yield f"biases of 0 that the model does not have, {first} first of {len(form.zero_biases):,}, are left out"
     if form.computed:
         first, verb = form.computed[0], "is" if len(form.computed) == 1 else "are"
         yield f"{plural(len(form.computed), 'buffer')} that the model computes itself, {first} first, {verb} left out"
