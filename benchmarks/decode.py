@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.linear import PackedLinear
-from sparsellm.pipeline.decoding import (
+from sparsellm.pipeline.decoding_speed import (
     CEILING,
     KERNEL,
     TORCH,

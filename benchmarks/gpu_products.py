@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.csr_triton import CompressedRows, csr_matmul
 from sparsellm.formats.linear import PackedLinear
-from sparsellm.pipeline.decoding import TORCH
+from sparsellm.pipeline.decoding_speed import TORCH
 from sparsellm.runtime.devices import synchronize
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.formats import memory_reads
-from sparsellm.pipeline.decoding import step_weights
+from sparsellm.pipeline.decoding_speed import step_weights
 
 ROUNDS = 5
 

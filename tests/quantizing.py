@@ -251,6 +251,7 @@ def compressed(format: str, **weights: Any) -> dict[str, Any]:
 INTEGERS = {"type": "int", "symmetric": True, "dynamic": False}
 SCHEMES: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "FP8 in blocks": (blocks_of_float8((16, 32)), {"quant_method": "fp8", "weight_block_size": [16, 32]}),
+    "FP8 in small blocks": (blocks_of_float8((4, 4)), {"quant_method": "fp8", "weight_block_size": [4, 4]}),
     "FP8, scales in FP8": (
         blocks_of_float8((8, 16), torch.float8_e8m0fnu),
         {"quant_method": "fp8", "weight_block_size": [8, 16], "scale_fmt": "ue8m0"},

@@ -17,7 +17,7 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.formats import kernels, memory_reads
 from sparsellm.formats import transformers as packed_transformers
 from sparsellm.pipeline import speed
-from sparsellm.pipeline.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
+from sparsellm.pipeline.decoding_speed import CEILING, KERNEL, PACKED, TORCH, Speed
 from sparsellm.pipeline.packed_card import record_speed
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.studies.speed_plots import SPEED_COLUMNS

@@ -17,9 +17,9 @@ import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, VerificationFailed
 from sparsellm.evaluation.measurements import Accuracy
-from sparsellm.pipeline import inputs, measuring
+from sparsellm.pipeline import input_digests, measuring
 from sparsellm.pipeline.events import Event, NextRun, Note
-from sparsellm.pipeline.inputs import run_inputs, text_contents
+from sparsellm.pipeline.input_digests import run_inputs, text_contents
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.studies.search import search_sparsity
 from sparsellm.studies.target import Target
@@ -250,8 +250,8 @@ def test_contents_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         == {}
     )
     file = tmp_path / "long.txt"
-    monkeypatch.setattr(inputs, "WHOLE_TEXT_BYTES", 1000)
-    monkeypatch.setattr(inputs, "DIGESTED_BYTES", 10)
+    monkeypatch.setattr(input_digests, "WHOLE_TEXT_BYTES", 1000)
+    monkeypatch.setattr(input_digests, "DIGESTED_BYTES", 10)
     known = set()
     for place in (None, 0, 99_999):
         data = bytearray(100_000)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from sparsellm.pipeline.decoding import CEILING, PACKED, TORCH, Speed
+from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.studies.demonstration import DemoRow
 from sparsellm.texts.samples import test_windows

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparsellm.formats import kernels, linear, memory_reads
 from sparsellm.formats.linear import PackedLinear
-from sparsellm.pipeline import decoding
-from sparsellm.pipeline.decoding import (
+from sparsellm.pipeline import decoding_speed
+from sparsellm.pipeline.decoding_speed import (
     CEILING,
     PACKED,
     TORCH,
@@ -59,7 +59,7 @@ class Timed(nn.Module):
 def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, nn.Module], list[tuple[str, int, int]]]:
     """A dense model that takes 4 seconds a token and a packed one that takes 1, and the list of their calls."""
     clock, calls = [0.0], list[tuple[str, int, int]]()
-    monkeypatch.setattr(decoding.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(decoding_speed.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(
         memory_reads, "read_seconds", lambda weights: sum(x.nbytes for x in weights) / (READ * torch.get_num_threads())
     )

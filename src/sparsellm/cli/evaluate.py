@@ -55,7 +55,7 @@ def evaluate(
         check_inputs(read_recipe({**settings, "model": model, "method": "magnitude", "evaluate": tuple(text or ())}))
 
         from sparsellm.cli.allocator import keep_pages
-        from sparsellm.cli.display import print_evaluation
+        from sparsellm.cli.result_text import print_evaluation
         from sparsellm.pipeline.display import Display
         from sparsellm.pipeline.evaluate import evaluate_recipes
         from sparsellm.pipeline.recipe_file import read_recipe
@@ -101,7 +101,7 @@ def inspect(
         if expect is not None:
             parse_pattern(expect)
 
-        from sparsellm.cli.display import print_inspection
+        from sparsellm.cli.result_text import print_inspection
         from sparsellm.pipeline.inspection import inspect as inspect_model
 
         with displayed(f"reading {model}", context):

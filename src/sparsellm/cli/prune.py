@@ -196,7 +196,7 @@ def _pack(context: typer.Context, folders: Mapping[Path, Path], overwrite: bool,
 
 def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> None:
     """Print the results of one output, from its report, or of several, from those in their folders."""
-    from sparsellm.cli.display import print_several, print_summary
+    from sparsellm.cli.result_text import print_several, print_summary
     from sparsellm.pipeline.output_folder import REPORT
     from sparsellm.pipeline.report import load_report
     from sparsellm.texts.json_files import read_json
@@ -246,7 +246,7 @@ def plan(
         else:
             check_inputs(read_recipe(settings, config))
 
-        from sparsellm.cli.display import print_plan
+        from sparsellm.cli.result_text import print_plan
         from sparsellm.pipeline.block_recovery import read_recovery
         from sparsellm.pipeline.planning import plan_pruning, plan_recovery
 

@@ -155,7 +155,7 @@ def search(
         check_writable(output, overwrite, recipe.model)
 
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.cli.display import print_search, print_summary
+        from sparsellm.cli.result_text import print_search, print_summary
         from sparsellm.pipeline.display import Display
         from sparsellm.pipeline.events import combine_observers
         from sparsellm.pipeline.tracking import Tracked
@@ -209,7 +209,7 @@ def report(
 
         folders = [check_results(run) for run in runs]
 
-        from sparsellm.cli.display import print_comparison
+        from sparsellm.cli.result_text import print_comparison
         from sparsellm.studies.interface import report as write_report
 
         if len(runs) > 1:

@@ -25,9 +25,9 @@ from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.checkpoints.packed_files import PACKED_METHOD, PACKED_VERSION, is_packed, metadata_of, parts_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name
 from sparsellm.formats import kernels
-from sparsellm.formats.experts import NUMBERS, PackedExperts, number_layers
 from sparsellm.formats.linear import DenseLinear, PackedLinear
 from sparsellm.formats.packed_checkpoint import read_packed
+from sparsellm.formats.packed_experts import NUMBERS, PackedExperts, number_layers
 from sparsellm.formats.packed_tensors import pack_again
 from sparsellm.formats.parts import DTYPES
 from sparsellm.formats.weight_converter import PATTERN, plan_conversion

@@ -23,9 +23,9 @@ from transformers.core_model_loading import (
 
 from sparsellm.errors import BadCheckpoint
 from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.experts import FUSED, become_packed, can_be_packed
 from sparsellm.formats.linear import RUNNING, PackedLinear
 from sparsellm.formats.packed_checkpoint import PackedTensor
+from sparsellm.formats.packed_experts import FUSED, become_packed, can_be_packed
 from sparsellm.formats.packed_tensors import dense_tensor
 from sparsellm.models.architectures import is_linear
 from sparsellm.models.experts import GATED

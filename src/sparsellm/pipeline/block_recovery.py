@@ -21,7 +21,7 @@ from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.inputs import WEIGHT_ENDINGS, changed_input, run_inputs
+from sparsellm.pipeline.input_digests import WEIGHT_ENDINGS, changed_input, run_inputs
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.outputs import Output, read_finished

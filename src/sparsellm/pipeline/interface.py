@@ -14,7 +14,7 @@ from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
 from sparsellm.pipeline.fingerprint import DenseCache
-from sparsellm.pipeline.inputs import SameInputs
+from sparsellm.pipeline.input_digests import SameInputs
 from sparsellm.pipeline.loading import named_model
 from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields

@@ -20,10 +20,10 @@ from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.pipeline.differences import raise_if_any, tensor_differences
 from sparsellm.pipeline.output_folder import ANEW, REPORT
 from sparsellm.pipeline.outputs import read_finished
 from sparsellm.pipeline.packed_sizes import MatrixSize
+from sparsellm.pipeline.report_differences import raise_if_any, tensor_differences
 
 
 @dataclass(frozen=True)

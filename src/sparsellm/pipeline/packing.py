@@ -29,7 +29,6 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, Ve
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 from sparsellm.pipeline.conversion import Observe, converted, finish
-from sparsellm.pipeline.differences import shape_difference
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import CARD, SCALES_FILE, is_finished
 from sparsellm.pipeline.outputs import read_output
@@ -39,6 +38,7 @@ from sparsellm.pipeline.packed_sizes import Packed, Unpacked
 from sparsellm.pipeline.quantization_file import check_unrounded, read_scales, stamp, stored_scales, write_scales
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.report_differences import shape_difference
 from sparsellm.pipeline.saving import check_output, claimed
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import IntegerFormat

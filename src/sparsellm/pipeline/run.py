@@ -38,7 +38,7 @@ from sparsellm.pipeline.events import (
     run_stage,
 )
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key, environment
-from sparsellm.pipeline.inputs import Inputs
+from sparsellm.pipeline.input_digests import Inputs
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import Placement, check_runs, load_model
 from sparsellm.pipeline.measuring import measure_into

@@ -12,10 +12,10 @@ from torch import nn
 from sparsellm.checkpoints.loading import context_length, open_checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.formats import kernels
-from sparsellm.formats.experts import PackedExperts
 from sparsellm.formats.linear import PackedLinear
+from sparsellm.formats.packed_experts import PackedExperts
 from sparsellm.models.experts import experts_of
-from sparsellm.pipeline.decoding import (
+from sparsellm.pipeline.decoding_speed import (
     DECODING_ROUNDS,
     KERNEL,
     PACKED,

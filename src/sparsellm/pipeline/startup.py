@@ -15,7 +15,7 @@ from sparsellm.models.sparse_matmul import SKIPPING_ZEROS, max_density
 from sparsellm.pipeline.compute_dtype import BFLOAT16_IN_PASSES, choose_products
 from sparsellm.pipeline.events import DIGESTING, Note, Observer, Stage, add_note
 from sparsellm.pipeline.fingerprint import fingerprint
-from sparsellm.pipeline.inputs import run_inputs
+from sparsellm.pipeline.input_digests import run_inputs
 from sparsellm.pipeline.journal import OF_RECIPE, Journal, entry_in_words
 from sparsellm.pipeline.loading import Placement, choose_placement
 from sparsellm.pipeline.preparation import Prepared

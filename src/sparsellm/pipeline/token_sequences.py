@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.pipeline.fingerprint import DenseCache, contents
-from sparsellm.pipeline.inputs import text_contents
+from sparsellm.pipeline.input_digests import text_contents
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime.memory import available

@@ -27,13 +27,13 @@ from sparsellm.checkpoints.tensor_index import (
 from sparsellm.errors import BadCheckpoint, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
-from sparsellm.pipeline.differences import raise_if_any, shape_difference, tensor_differences
 from sparsellm.pipeline.exported import export_differences, is_exported_from
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import CARD, REPORT
 from sparsellm.pipeline.outputs import Output, read_finished
 from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.report_differences import raise_if_any, shape_difference, tensor_differences
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.texts.json_files import finite
 

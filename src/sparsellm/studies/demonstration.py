@@ -14,7 +14,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.pipeline.decoding import CEILING, PACKED, TORCH
+from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH
 from sparsellm.pipeline.events import (
     MEASURING,
     PRUNING,

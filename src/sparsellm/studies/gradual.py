@@ -10,7 +10,7 @@ from typing import Any
 from sparsellm.errors import CannotResume, InvalidSetting
 from sparsellm.pipeline.block_recovery import recovery_plan
 from sparsellm.pipeline.fingerprint import NOT_DECISIVE
-from sparsellm.pipeline.inputs import changed_input, current_inputs
+from sparsellm.pipeline.input_digests import changed_input, current_inputs
 from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.output_folder import is_finished
 from sparsellm.pipeline.output_lock import recover_output, refuse_links, remove_output

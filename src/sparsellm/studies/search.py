@@ -16,7 +16,7 @@ from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage, add_note
 from sparsellm.pipeline.fingerprint import DenseCache, environment, model_fingerprint
-from sparsellm.pipeline.inputs import SameInputs, run_inputs
+from sparsellm.pipeline.input_digests import SameInputs, run_inputs
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.loading import OpenedModel, open_model
 from sparsellm.pipeline.output_folder import WORK

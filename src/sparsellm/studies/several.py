@@ -11,7 +11,7 @@ from pathlib import Path
 from sparsellm.errors import CannotResume, OutputExists
 from sparsellm.pipeline.events import WRITING, NextRun, Observer, Stage
 from sparsellm.pipeline.fingerprint import DenseCache
-from sparsellm.pipeline.inputs import Inputs, SameInputs, check_kept
+from sparsellm.pipeline.input_digests import Inputs, SameInputs, check_kept
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.output_folder import WORK, is_finished
 from sparsellm.pipeline.output_lock import locked, not_moved, recover_output, refuse_links, remove

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparsellm.errors import plural
-from sparsellm.pipeline.decoding import CEILING, PACKED, TORCH, Speed
+from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.studies.figures import COLORS, FIGURE_WIDTH, INK, Plot, new_figure

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.pipeline.fingerprint import DenseCache
-from sparsellm.pipeline.inputs import OF_THE_MACHINE, Inputs, OtherContents, changed_input
+from sparsellm.pipeline.input_digests import OF_THE_MACHINE, Inputs, OtherContents, changed_input
 from sparsellm.pipeline.output_folder import SWEEP, is_sweep
 from sparsellm.pipeline.output_lock import refuse_links
 from sparsellm.pipeline.prune import prune_run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparsellm.cli.display import print_summary
+from sparsellm.cli.result_text import print_summary
 from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
