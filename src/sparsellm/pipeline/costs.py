@@ -31,7 +31,8 @@ from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram, TokenCount
 
 Work = NDArray[np.float64]
-"""Operations of matrix products, Cholesky factors and eigendecompositions, and bytes that all else reads and writes."""
+"""Operations of matrix products in float32, of those of layers and Gram matrices, of Cholesky factors and of
+eigendecompositions, and bytes that all else reads and writes."""
 
 STORED = 9 / 16
 """Fraction of a Gram matrix that is computed: see `sparsellm.solvers.statistics.PANELS`."""
@@ -105,11 +106,11 @@ class BlockShapes:
     def forward(self, tokens: float) -> Work:
         """Work of passing tokens through the block."""
         products = tokens * (2 * self.active + 4 * self.length * self.width)
-        return work(products, passes=FORWARD_PASSES * tokens * self.forward_bytes)
+        return work(layers=products, passes=FORWARD_PASSES * tokens * self.forward_bytes)
 
     def gram(self, features: int) -> Work:
         """Work of one Gram matrix: the products of each sequence, in float32, are added to sums in float64."""
-        return STORED * features**2 * self.tokens * work(2, passes=(2 * 4 + 2 * 8) / self.length)
+        return STORED * features**2 * self.tokens * work(layers=2, passes=(2 * 4 + 2 * 8) / self.length)
 
     def solve_bytes(self, solver: object, shapes: Iterable[tuple[int, int]], curved: bool = False) -> float:
         """Bytes of the largest solve, with its weight and without Gram matrix and curvature."""
@@ -159,9 +160,10 @@ def block_shapes(ready: Prepared, batch: int) -> BlockShapes:
     )
 
 
-def work(products: float = 0, *, factors: float = 0, spectra: float = 0, passes: float = 0) -> Work:
-    """Build a `Work` vector; `passes` in bytes."""
-    return np.array([products, factors, spectra, passes], dtype=float)
+def work(products: float = 0, *, layers: float = 0, factors: float = 0, spectra: float = 0, passes: float = 0) -> Work:
+    """Build a `Work` vector: operations of products in float32, of those of a model's layers and their Gram matrices, which may
+    be in bfloat16, of factorizations and eigendecompositions; `passes` in bytes."""
+    return np.array([products, layers, factors, spectra, passes], dtype=float)
 
 
 def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> SolverCost:
@@ -291,8 +293,10 @@ def rates(device: torch.device, seconds: float = 0.1) -> Work:
             taken.append(time.perf_counter() - begin)
         return amount / median(taken)
 
+    product = rate(2 * 1024**3, lambda: devices.product(wide, wide, wide.dtype))
     return work(
-        rate(2 * 1024**3, lambda: devices.product(wide, wide, wide.dtype)),
+        product,
+        layers=product,
         factors=rate(512**3 / 3, lambda: torch.linalg.cholesky_ex(definite)),
         spectra=rate(EIGH * 512**3, lambda: torch.linalg.eigh(definite)),
         passes=rate(2 * 4 * 2**22, lambda: long * 2.0),

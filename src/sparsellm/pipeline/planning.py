@@ -19,7 +19,7 @@ from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
 from sparsellm.pipeline.costs import Cost, Work, rates, work
 from sparsellm.pipeline.early_checks import check_inputs, check_recovery_inputs
 from sparsellm.pipeline.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
-from sparsellm.pipeline.events import RECOVERING, TRAINING, Event, Note, Observer
+from sparsellm.pipeline.events import Event, Note, Observer
 from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, OpenedModel, Placement, choose_placement, open_model
 from sparsellm.pipeline.preparation import (
     Prepared,
@@ -137,7 +137,8 @@ def _estimate(
 ) -> RunPlan:
     """Estimate a run with the time of its stages, what of the model is pruned, and the notes before its work."""
     release_free_memory()  # what tokenizing took
-    estimated = estimate(ready, costs, placement, batch=batch, output=output, speed=rates(ready.device))
+    speed = layer_rates(rates(ready.device), ready, placement)
+    estimated = estimate(ready, costs, placement, batch=batch, output=output, speed=speed)
     return replace(estimated, coverage=report.coverage, notes=tuple(notes))
 
 
@@ -250,16 +251,16 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
         else:
             room[where] -= size
             memory[where] += size
-    if speed is not None and name in (RECOVERING, TRAINING):
-        speed = training_rates(speed, placement, torch.device(device))
     seconds = float("nan") if speed is None else cost.seconds + float((cost.work / speed).sum())
-    return StageEstimate(name, memory, files, float(cost.work[:3].sum()), seconds)
+    return StageEstimate(name, memory, files, float(cost.work[:-1].sum()), seconds)
 
 
-def training_rates(speed: Work, placement: Placement, device: torch.device) -> Work:
-    """The rates of gradient steps on a machine with rates `speed`: products in bfloat16 gain `bf16_pass_speedup`."""
-    gain = 1.0 if placement.products is None else bf16_pass_speedup(device)
-    return speed * work(gain, factors=1, spectra=1, passes=1)
+def layer_rates(speed: Work, ready: Prepared, placement: Placement) -> Work:
+    """The rates `speed` of a machine, with those of a model's layers where their products are in 16 bits."""
+    stored = ready.source.dtype(ready.recipe.dtype).itemsize
+    native = ready.device.type != "cpu" and stored == 2 and not ready.recipe.in_float32
+    gain = bf16_pass_speedup(ready.device) if native or placement.products is not None else 1.0
+    return speed * work(1, layers=gain, factors=1, spectra=1, passes=1)
 
 
 def _streamed(plan: RunPlan, ready: Prepared, files: bool) -> Placement:

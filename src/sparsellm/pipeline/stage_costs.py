@@ -239,8 +239,8 @@ def _step_work(blocks: Sequence[Block], train: Train, rank: int, *, batches: int
     if train == "full":
         return done + work(passes=MASK_BYTES * weights)
     formed, read = LORA_BYTES
-    once = work(2 * rank * weights, passes=(formed + MASK_BYTES) * weights)  # B A
-    return done + once + batches * work(4 * rank * weights, passes=(read + MASK_BYTES) * weights)  # Bᵀ G and G Aᵀ
+    once = work(layers=2 * rank * weights, passes=(formed + MASK_BYTES) * weights)  # B A
+    return done + once + batches * work(layers=4 * rank * weights, passes=(read + MASK_BYTES) * weights)  # Bᵀ G and G Aᵀ
 
 
 def block_training_cost(ready: PreparedRecovery, shapes: BlockShapes) -> Cost:
@@ -298,9 +298,9 @@ def model_training_costs(
     stepped = training.steps * per_step * length
     logits = work()
     for tokens, (products, passes) in zip((stepped, validated), LOGITS, strict=True):
-        logits += tokens * work(2 * products * vocabulary * shapes.width, passes=4 * passes * vocabulary)
+        logits += tokens * work(layers=2 * products * vocabulary * shapes.width, passes=4 * passes * vocabulary)
     if outside:
-        logits += stepped * work(2 * vocabulary * shapes.width)  # the gradient by the output head
+        logits += stepped * work(layers=2 * vocabulary * shapes.width)  # the gradient by the output head
     step = _step_work(ready.blocks, training.train, training.rank, batches=-(-per_step * length // batch), outside=outside)
     passed = 4 * stepped + validated  # forward, again forward, and backward
     done = depth * shapes.forward(passed) + logits + training.steps * step
