@@ -138,7 +138,7 @@ class TrainingResult:
     Attributes:
         before: Loss on the held-out sequences before training; relative if it is an error.
         after: The same loss after training.
-        steps: Number of steps at the best evaluation. 0 if no step lowered the loss: the weights are then unchanged.
+        steps: Number of steps at the best validation. 0 if no step lowered the loss: the weights are then unchanged.
         note: Why the training ended early, or an empty string.
         curve: Every validation, in order; empty if there was no training.
     """
