@@ -148,7 +148,8 @@ def table() -> list[str]:
     for name in METHODS:
         planned = {width: float((torch.from_numpy(cost_of(name, width).work) / speed).sum()) for width in SHAPES}
         for width in SHAPES:
-            products, factors, spectra, _ = cost_of(name, width).work
+            of_solves, of_layers, factors, spectra, _ = cost_of(name, width).work
+            products = of_solves + of_layers
             seconds = race[name][0] * planned[width] / planned[min(SHAPES)]
             counts = [f"{count / 1e12:.1f}" for count in (products, factors, spectra)]
             measured = on_gpu.get(f"{name} | {width}")
