@@ -19,7 +19,7 @@ from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
 from sparsellm.pipeline.costs import Cost, Work, rates, work
 from sparsellm.pipeline.early_checks import check_inputs, check_recovery_inputs
 from sparsellm.pipeline.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
-from sparsellm.pipeline.events import Event, Note, Observer
+from sparsellm.pipeline.events import GENERATING, MEASURING, MEASURING_CHECKPOINT, PREDICTING, Event, Note, Observer
 from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, OpenedModel, Placement, choose_placement, open_model
 from sparsellm.pipeline.preparation import (
     Prepared,
@@ -137,8 +137,7 @@ def _estimate(
 ) -> RunPlan:
     """Estimate a run with the time of its stages, what of the model is pruned, and the notes before its work."""
     release_free_memory()  # what tokenizing took
-    speed = layer_rates(rates(ready.device), ready, placement)
-    estimated = estimate(ready, costs, placement, batch=batch, output=output, speed=speed)
+    estimated = estimate(ready, costs, placement, batch=batch, output=output, speed=rates(ready.device))
     return replace(estimated, coverage=report.coverage, notes=tuple(notes))
 
 
@@ -153,7 +152,10 @@ def estimate(
 ) -> RunPlan:
     """Estimate what a run takes. Its time needs `speed`, this machine's `rates`."""
     by_stage, device = dict(costs(ready, placement, batch)), ready.device.type
-    stages = [_estimate_stage(name, cost, device=device, placement=placement, speed=speed) for name, cost in by_stage.items()]
+    speeds = {name: None if speed is None else _layer_rates(speed, ready, placement, name) for name in by_stage}
+    stages = [
+        _estimate_stage(name, cost, device=device, placement=placement, speed=speeds[name]) for name, cost in by_stage.items()
+    ]
     peak = max(stages, key=lambda stage: stage.memory[device])
     host, libraries = max(stage.memory["cpu"] for stage in stages), current_memory()
     held = isinstance(ready.source, InMemoryModel)
@@ -255,11 +257,16 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
     return StageEstimate(name, memory, files, float(cost.work[:-1].sum()), seconds)
 
 
-def layer_rates(speed: Work, ready: Prepared, placement: Placement) -> Work:
-    """The rates `speed` of a machine, with those of a model's layers where their products are in 16 bits."""
+WITHOUT_PRODUCTS = (MEASURING, MEASURING_CHECKPOINT, PREDICTING, GENERATING)
+"""Stages whose passes are not in the dtype of `compute_dtype`."""
+
+
+def _layer_rates(speed: Work, ready: Prepared, placement: Placement, stage: str) -> Work:
+    """The rates `speed` of a machine, with that of a stage's products of layers where these are in 16 bits."""
     stored = ready.source.dtype(ready.recipe.dtype).itemsize
     native = ready.device.type != "cpu" and stored == 2 and not ready.recipe.in_float32
-    gain = bf16_pass_speedup(ready.device) if native or placement.products is not None else 1.0
+    chosen = placement.products is not None and stage not in WITHOUT_PRODUCTS
+    gain = bf16_pass_speedup(ready.device) if native or chosen else 1.0
     return speed * work(1, layers=gain, factors=1, spectra=1, passes=1)
 
 
