@@ -481,6 +481,12 @@ def test_other_formats_are_refused_by_name(settings: dict[str, Any], kind: str, 
         open_checkpoint(str(folder))
 
 
+def test_a_lost_configuration_is_told(written: Written, tmp_path: Path) -> None:
+    folder = changed(written("llama", "FP8 in blocks")[0], tmp_path / "lost", lambda _: None, quantization_config=None)
+    with pytest.raises(UnsupportedModel, match=r"in float8_e4m3fn, .*config.json lacks the quantization_config"):
+        open_checkpoint(str(folder))
+
+
 def test_only_safetensors(written: Written, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written("llama", "GPTQ")[0], tmp_path / "pickled"))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")

@@ -108,9 +108,10 @@ def check_dtypes(name: str, headers: Mapping[str, TensorHeader], *, packed: bool
         weight = "weight" in key.rpartition(".")[2] or (header.dtype in ("int8", "uint8") and len(header.shape) in (2, 3))
         if header.dtype not in FLOATS and (weight or header.dtype.startswith(("float", "complex"))):
             verb = "packed. Get a sound copy" if packed else "pruned. Prune the plain checkpoint that it was made from"
+            lost = " config.json lacks the quantization_config that would say how to read it."
             raise UnsupportedModel(
                 f"{name} holds {key[:200]} in {header.dtype}, and only weights in {', '.join(FLOATS[:-1])} or {FLOATS[-1]} can "
-                f"be {verb}."
+                f"be {verb}.{lost if header.dtype.startswith('float8') else ''}"
             )
 
 

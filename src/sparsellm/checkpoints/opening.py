@@ -86,7 +86,7 @@ def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool =
     stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
     try:
         headers = read_all_headers(files)
-        quantization = _described(name, folder, files, headers=headers) if is_quantized else ""
+        quantization = describe_quantization(name, folder)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
     check_dtypes(name, headers, packed=found_packed)
@@ -102,11 +102,14 @@ def without_quantization(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in (fields | inner).items() if key not in QUANTIZATION_KEYS}
 
 
-def _described(name: str, folder: Path, files: list[Path], *, headers: Mapping[str, TensorHeader]) -> str:
-    """Return how weights are quantized, in a sentence."""
+def describe_quantization(name: str, folder: Path) -> str:
+    """Return how the weights of a checkpoint are quantized, in a sentence; empty if they are not."""
     quantized = quantized_files(folder)
-    assert quantized is not None
-    return quantized.describe(name, sum(file.stat().st_size for file in files), sum(x.numel for x in headers.values()))
+    if quantized is None:
+        return ""
+    files = check_files(name, folder)
+    parameters = sum(header.numel for header in read_all_headers(files).values())
+    return quantized.describe(name, sum(file.stat().st_size for file in files), parameters)
 
 
 def _tell_adapter(name: str, folder: Path) -> None:

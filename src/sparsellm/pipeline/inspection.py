@@ -20,10 +20,10 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import CheckpointComparison, StoredTensors, compare, layers_by_parameter
 from sparsellm.checkpoints.documents import CONFIG_FILE
-from sparsellm.checkpoints.files import SHARDS, check_files
-from sparsellm.checkpoints.headers import quantized_files, read_all_headers, read_headers
+from sparsellm.checkpoints.files import SHARDS
+from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.checkpoints.opening import OpenedFiles, open_files, open_folder
+from sparsellm.checkpoints.opening import OpenedFiles, describe_quantization, open_files, open_folder
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, plural
 from sparsellm.evaluation.measurements import Summarized
@@ -258,10 +258,8 @@ def _packed_sizes(folder: Path | None) -> str:
     """The sizes of a packed or quantized model in one sentence; empty for any other."""
     if folder is None:
         return ""
-    if quantized := quantized_files(folder):
-        files = check_files(folder.name, folder)
-        parameters = sum(header.numel for header in read_all_headers(files).values())
-        return quantized.describe(folder.name, sum(file.stat().st_size for file in files), parameters)
+    if quantization := describe_quantization(folder.name, folder):
+        return quantization
     if not (folder / REPORT).is_file():
         return ""
     packing = load_report(folder).packing
