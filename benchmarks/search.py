@@ -27,6 +27,7 @@ import sparsellm
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.pipeline.run_set import RunSet
 from sparsellm.studies.search import bisect
 from sparsellm.studies.several import output_folders, run_each
 from sparsellm.studies.target import Target, point_of
@@ -75,9 +76,9 @@ def several(model: str, settings: dict[str, Any]) -> dict[str, float]:
     for label in ("shared", "apart"):
         with tempfile.TemporaryDirectory() as folder:
             started = time.process_time()
-            shared = DenseCache(Path(folder) / "dense") if label == "shared" else None
+            runs = RunSet(lambda _: None, Path(folder) / "dense" if label == "shared" else None)
             anew = {"finished": [False] * len(recipes), "resume": False, "restart": False, "overwrite": False}
-            run_each(output_folders(folder, recipes), lambda _: None, shared=shared, **anew)
+            run_each(output_folders(folder, recipes), runs, **anew)
             seconds[label] = time.process_time() - started
     return seconds
 

@@ -214,15 +214,15 @@ def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
 ) -> None:
     real, final = searching.run_cell, []
 
-    def worse(cell_folder: CellFolder, *given: Any, then: Callable[[Any], object] = lambda _: None, **named: Any) -> Any:
+    def worse(cell_folder: CellFolder, *given: Any, finish: Callable[[Any], object] = lambda _: None, **named: Any) -> Any:
         def with_loss(result: Any) -> None:
             if cell_folder.cell.recipe.effort == "standard":
                 final.append(cell_folder.cell.recipe.sparsity)
                 for pair in result.report.perplexity.values() if len(final) == 1 else ():
                     pair["pruned"] = replace(pair["pruned"], value=math.inf)
-            then(result)
+            finish(result)
 
-        return real(cell_folder, *given, then=with_loss, **named)
+        return real(cell_folder, *given, finish=with_loss, **named)
 
     monkeypatch.setattr(searching, "run_cell", worse)
     seen: list[object] = []

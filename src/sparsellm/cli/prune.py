@@ -151,10 +151,10 @@ def _write(
     from sparsellm.studies.several import (
         check_outputs,
         finished_runs,
+        locked_runs,
         output_folders,
         remove_shared_results,
         run_each,
-        shared_results,
     )
 
     folders = gradual.runs if gradual else output_folders(output, recipes)
@@ -174,10 +174,9 @@ def _write(
     with (
         Display(mode if is_main else "off", partial(in_options, context=context)) as display,
         Tracked(*(report_to if is_main else ()), observer=display) as tracked,
-        shared_results(shared_folder, folders, display) as shared,
+        locked_runs(shared_folder, folders, combine_observers(manage_memory, display, tracked)) as runs,
     ):
-        observe = combine_observers(manage_memory, display, tracked)
-        report = run_each(folders, observe, finished=finished, shared=shared, gradual=gradual, **replace)
+        report = run_each(folders, runs, finished=finished, gradual=gradual, **replace)
     if is_main:
         _print_results([Path(output)] if gradual else folders, report, as_json)
         _pack(context, to_pack, overwrite, mode=mode, on_stderr=as_json)

@@ -13,8 +13,6 @@ from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
-from sparsellm.pipeline.fingerprint import DenseCache
-from sparsellm.pipeline.input_digests import SameInputs
 from sparsellm.pipeline.loading import named_model
 from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields
@@ -23,6 +21,7 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
 from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_sparsity
 from sparsellm.pipeline.recover import recover_run
+from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.settings import PruneSettings, RecoverySettings, recipe_keywords
 from sparsellm.solvers import LayerSolver
@@ -103,10 +102,10 @@ def prune(
         observer = combine_observers(display, observe)
         if not several:
             return prune_run(recipes[0], observer, given=given, source=source)
-        shared, inputs, results = DenseCache(Path(folder)), SameInputs(), []
+        runs, results = RunSet(observer, Path(folder)), []
         for number, recipe in enumerate(recipes, 1):
             observer(NextRun(number, len(recipes), recipe.size_label, alike=True))
-            results.append(prune_run(recipe, observer, given=given, shared=shared, check=inputs.check))
+            results.append(runs.run(recipe, given=given))
         return results
 
 

@@ -15,8 +15,8 @@ from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage, add_note
-from sparsellm.pipeline.fingerprint import DenseCache, environment, model_fingerprint
-from sparsellm.pipeline.input_digests import SameInputs, run_inputs
+from sparsellm.pipeline.fingerprint import environment, model_fingerprint
+from sparsellm.pipeline.input_digests import run_inputs
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.loading import OpenedModel, open_model
 from sparsellm.pipeline.output_folder import WORK
@@ -24,6 +24,7 @@ from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import validated
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.results import Point, SearchResult
+from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result, claimed
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
@@ -116,7 +117,7 @@ class _Searcher:
         self._recipe, self._target, self._output, self._folder, self._observe = recipe, target, output, folder, observe
         self._grid = grid
         self._found: Search | None = None
-        self._shared, self._inputs = DenseCache(folder / "dense", observe), SameInputs()
+        self._runs = RunSet(observe, folder / "dense")
         self._points: dict[tuple[bool, float], Point] = {}
         self._sizes: dict[float, int] = {}
         self._number, self._expected = 0, 1  # of this run, and of all that the search takes if its output meets the target
@@ -124,7 +125,7 @@ class _Searcher:
     def run(self, opened: OpenedModel) -> Search:
         """Find the sparsity among those of the grid, and write the output."""
         grid = self._grid
-        self._inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
+        self._runs.inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
         if self._target.size is None:
             self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
             found = bisect(lambda number: self._is_met(number - 1), len(grid))
@@ -168,7 +169,7 @@ class _Searcher:
         if not cell_folder.result.exists():
             self._announce(f"trying {Unstructured(sparsity)}")
             with cell_folder.taken():
-                cell_folder.finish(run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check))
+                cell_folder.finish(run_cell(cell_folder, self._runs))
         return self._finished_point(cell_folder, sparsity)
 
     def _finish(self, sparsity: float, name: str) -> Search | None:
@@ -188,7 +189,7 @@ class _Searcher:
         self._number += 1
         self._announce(f"{name} {Unstructured(sparsity)}")
         with cell_folder.taken():
-            result = run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check, then=save)
+            result = run_cell(cell_folder, self._runs, finish=save)
             if result.report.search is None:
                 cell_folder.finish(result)
                 return None

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from sparsellm.errors import CannotResume, OutputExists
 from sparsellm.pipeline.events import WRITING, NextRun, Observer, Stage
-from sparsellm.pipeline.fingerprint import DenseCache
-from sparsellm.pipeline.input_digests import Inputs, SameInputs, check_kept
+from sparsellm.pipeline.input_digests import check_kept
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.output_folder import WORK, is_finished
 from sparsellm.pipeline.output_lock import locked, not_moved, recover_output, refuse_links, remove
-from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.run import RunArguments
-from sparsellm.pipeline.saving import check_output
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.run_set import RunSet
+from sparsellm.pipeline.saving import Result, check_output
 from sparsellm.runtime import collectives
 from sparsellm.studies.gradual import GradualPruning
 from sparsellm.texts.paths import local_path
@@ -103,10 +100,9 @@ def _check_no_files(path: Path, count: int) -> None:
 
 def run_each(
     folders: Folders,
-    observe: Observer,
+    runs: RunSet,
     *,
     finished: Sequence[bool],
-    shared: DenseCache | None,
     resume: bool,
     restart: bool,
     overwrite: bool,
@@ -116,7 +112,6 @@ def run_each(
 
     Args:
         finished: Whether each is finished already; not all are.
-        shared: Cache of results on dense models.
         resume: As for `work_directory`.
         restart: As for `work_directory`, and outputs are replaced if there are several.
         overwrite: Replace outputs.
@@ -125,11 +120,12 @@ def run_each(
     Returns:
         The report of the last run.
     """
-    replaces, inputs = overwrite or (restart and len(folders) > 1), SameInputs()
+    replaces = overwrite or (restart and len(folders) > 1)
     if len(folders) > 1 and collectives.is_main():  # which are locked by now: another command may have finished one before
         for (folder, recipe), done in zip(folders.items(), finished, strict=True):
             if not done:
                 check_output(folder, replaces, recipe.model)
+    replace = {"resume": resume, "restart": restart, "overwrite": replaces}
     for number, (folder, recipe) in enumerate(folders.items()):
         if finished[number]:
             continue
@@ -137,69 +133,57 @@ def run_each(
             label = recipe.size_label if isinstance(recipe, Recipe) else ""
             label = str(gradual.sparsities[number // 2]) if gradual else label  # a stage has two runs
             alike = not gradual and not any(finished[number:])  # stages prune and train by turns
-            observe(NextRun(number + 1, len(folders), label, alike))
-        # The pruning runs of stages have different inputs each, so their results serve no other run.
-        cache = None if gradual and isinstance(recipe, Recipe) else shared
-        replace = {"resume": resume, "restart": restart, "overwrite": replaces}
-        report = _run_into(folder, recipe, observe, shared=cache, gradual=gradual, check=inputs.check, **replace)
+            runs.observe(NextRun(number + 1, len(folders), label, alike))
+        report = _run_into(folder, recipe, runs, several=len(folders) > 1, gradual=gradual, **replace)
     return report
 
 
 def _run_into(
     folder: Path,
     recipe: Recipe | RecoveryRecipe,
-    observe: Observer,
+    runs: RunSet,
     *,
-    shared: DenseCache | None = None,
-    resume: bool = False,
-    restart: bool = False,
-    overwrite: bool = False,
-    gradual: GradualPruning | None = None,
-    check: Callable[[Inputs], object],
+    several: bool,
+    gradual: GradualPruning | None,
+    overwrite: bool,
+    resume: bool,
+    restart: bool,
 ) -> Report:
-    """Run a recipe and write its output.
+    """Run a recipe and write its output; its report has the stages of the gradual pruning that it belongs to, if any."""
+    # The pruning runs of stages have different inputs each, so their results serve no other run.
+    shares = not (gradual and isinstance(recipe, Recipe))
+    name = f"{folder.parent.name}, {recipe.size_label}" if several and shares and isinstance(recipe, Recipe) else None
 
-    Args:
-        shared: Cache of results on dense models, shared with other runs.
-        resume: As for `work_directory`.
-        restart: As for `work_directory`.
-        gradual: The gradual pruning that the run belongs to, whose stages its report then has.
-        check: As in `RunArguments`.
-    """
-    name = f"{folder.parent.name}, {recipe.size_label}" if shared and isinstance(recipe, Recipe) else None
-    with work_directory(folder, resume, restart) as work:
-        # Another command may have finished it since the command checked it.
+    def check() -> None:  # another command may have finished it since this one checked it
         collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))
-        arguments: RunArguments = {"work": work, "shared": shared, "name": name, "check": check}
-        if isinstance(recipe, RecoveryRecipe):
-            result = recover_run(recipe, observe, **arguments)
-        else:
-            result = prune_run(recipe, observe, **arguments)
+
+    def save(result: Result) -> None:
         if gradual and collectives.is_main():
             gradual.record(folder, result.report)
-        observe(Stage(WRITING))
+        runs.observe(Stage(WRITING))
         result.save_pretrained(folder, overwrite)
+
+    place: dict[str, Any] = {"resume": resume, "restart": restart, "name": name, "shares": shares}
+    report = runs.run_in(folder, recipe, begin=check, finish=save, **place).report
     if gradual and collectives.is_main():
         gradual.remove_input(folder)
-    report = result.report
-    del result
     gc.collect()  # frees the model
     return report
 
 
 @contextmanager
-def shared_results(output: str | Path, folders: Collection[Path], observer: Observer) -> Iterator[DenseCache | None]:
-    """A cache of the dense model's results for the runs that write several outputs, in a work folder in `output`; else None.
+def locked_runs(output: str | Path, folders: Collection[Path], observe: Observer) -> Iterator[RunSet]:
+    """The runs that write these folders. Several share the dense model's results, in a work folder in `output`.
 
-    `output` is locked for all of the time, and so is the folder of the last run where it lies elsewhere, as that of a gradual
-    pruning does: another command cannot take it while the runs before are at work. The cache is removed at the end. After an
-    error it is kept if any output is begun, with a note on the error that says how to resume.
+    For several, `output` is locked for all of the time, and so is the folder of the last run where it lies elsewhere, as that
+    of a gradual pruning does: another command cannot take it while the runs before are at work. The shared results are removed
+    at the end. After an error they are kept if any output is begun, with a note on the error that says how to resume.
 
     Raises:
         CannotResume: Another process is working on one of the two folders.
     """
     if len(folders) == 1:
-        yield None
+        yield RunSet(observe)
         return
     work = local_path(output) / WORK
     with ExitStack() as locks:
@@ -210,7 +194,7 @@ def shared_results(output: str | Path, folders: Collection[Path], observer: Obse
             else:
                 locks.enter_context(locked(last))
         try:
-            yield DenseCache(work / "dense", observer)
+            yield RunSet(observe, work / "dense")
         except BaseException as error:
             if collectives.is_main():
                 _clean_up(work, folders, error)

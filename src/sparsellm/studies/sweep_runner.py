@@ -21,16 +21,14 @@ from pydantic import TypeAdapter
 
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage
-from sparsellm.pipeline.fingerprint import DenseCache
-from sparsellm.pipeline.input_digests import OF_THE_MACHINE, Inputs, OtherContents, changed_input
+from sparsellm.pipeline.input_digests import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input
 from sparsellm.pipeline.output_folder import SWEEP, is_sweep
 from sparsellm.pipeline.output_lock import refuse_links
-from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result, check_output
 from sparsellm.pipeline.wording import worded
-from sparsellm.pipeline.workspace import work_directory
 from sparsellm.studies.sweep_cells import Cell, Sweep
 from sparsellm.texts.json_files import durable, read_record, strict_json
 
@@ -138,7 +136,7 @@ class CellFolder:
         return text
 
 
-class FinishedInputs:
+class FinishedInputs(SameInputs):
     """What the finished cells of a sweep have read. What was changed since makes no table with them.
 
     Attributes:
@@ -146,9 +144,10 @@ class FinishedInputs:
     """
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
+        super().__init__()
         self.unknown = 0
         self._open = [CellFolder(folder, cell) for cell in sweep.cells]
-        self._known: dict[str, tuple[CellFolder, Mapping[str, str]]] = {}
+        self._cells: dict[str, tuple[CellFolder, Mapping[str, str]]] = {}
 
     def check(self, inputs: Inputs) -> None:
         """Raise OtherContents if two finished cells, or one and a run with these inputs, have read other files of one name."""
@@ -161,14 +160,14 @@ class FinishedInputs:
 
     def _compare(self, inputs: Inputs, folder: CellFolder | None = None) -> None:
         for name, files in inputs.items():
-            first, recorded = self._known.get(name, (folder, files))
+            first, recorded = self._cells.get(name, (folder, files))
             if first and (difference := changed_input({name: recorded}, {name: files})):
                 raise OtherContents(
                     f"{difference}. The finished cell {first.cell.name!r} has read the earlier one, and its results do not go "
                     f"with others. Put the files back, name another folder, or remove {first.folder} to run that cell again."
                 )
             if folder:
-                self._known.setdefault(name, (folder, files))
+                self._cells.setdefault(name, (folder, files))
 
 
 def run_sweep(
@@ -199,10 +198,10 @@ def run_sweep(
     """
     path, selected = Path(folder), sweep.at(only)
     _open(path, sweep)
-    shared = DenseCache(path / "dense", observe)
     cell_folders = [CellFolder(path, cell) for cell in selected]
     inputs = FinishedInputs(sweep, path)
     inputs.check({})
+    runs = RunSet(observe, path / "dense", inputs)
     done = [folder.result.exists() or (folder.failure.exists() and not retry) for folder in cell_folders]
     if inputs.unknown and not all(done):
         observe(
@@ -217,7 +216,7 @@ def run_sweep(
                 continue
             observe(NextRun(number, len(cell_folders), cell_folder.cell.name))
             try:
-                cell_folder.finish(_run_sweep_cell(cell_folder, observe, shared, device=device, keep=sweep.keep, inputs=inputs))
+                cell_folder.finish(_run_sweep_cell(cell_folder, runs, device=device, keep=sweep.keep))
             except Exception as error:
                 if isinstance(error, OtherContents) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
                     raise
@@ -237,63 +236,46 @@ def saved_sweep(folder: str | Path) -> Sweep:
     return read_record(Path(folder) / SWEEP, Sweep.model_validate, "sweep")[0]
 
 
-def _run_sweep_cell(
-    cell_folder: CellFolder,
-    observe: Observer,
-    shared: DenseCache,
-    *,
-    device: str | None,
-    keep: bool,
-    inputs: FinishedInputs,
-) -> Result:
+def _run_sweep_cell(cell_folder: CellFolder, runs: RunSet, *, device: str | None, keep: bool) -> Result:
     """Run a cell of a sweep, and save its model if the sweep keeps models. What it read is checked at its start and its end."""
-    run_it = partial(run_cell, cell_folder, observe, shared, device=device, check=inputs.check)
-    if not keep:
-        return run_it(then=lambda result: inputs.check(result.report.inputs))
-    check_output(cell_folder.model, dense=cell_folder.cell.recipe.model, overwrite=True)
+    if keep:
+        check_output(cell_folder.model, dense=cell_folder.cell.recipe.model, overwrite=True)
 
     def save(result: Result) -> None:
-        inputs.check(result.report.inputs)
-        observe(Stage(WRITING))
-        result.save_pretrained(cell_folder.model, overwrite=True)
+        runs.inputs.check(result.report.inputs)
+        if keep:
+            runs.observe(Stage(WRITING))
+            result.save_pretrained(cell_folder.model, overwrite=True)
 
-    return run_it(then=save)
+    return run_cell(cell_folder, runs, device=device, finish=save)
 
 
 def run_cell(
     cell_folder: CellFolder,
-    observe: Observer,
-    shared: DenseCache,
+    runs: RunSet,
     *,
     device: str | None = None,
-    check: Callable[[Inputs], object] = lambda _: None,
-    then: Callable[[Result], object] = lambda _: None,
+    finish: Callable[[Result], object] = lambda _: None,
 ) -> Result:
     """Run a cell, resuming the work of an earlier process if there is any.
 
     Args:
         cell_folder: The cell, locked by this process.
-        shared: Cache of results on dense models.
+        runs: The runs that the cell belongs to.
         device: Overrides the device of the recipe.
-        check: As in `RunArguments`.
-        then: Called with the result while the files of the run exist.
+        finish: Called with the result while the files of the run exist.
     """
     recipe = _on_device(cell_folder.cell.recipe, device)
-
-    def prune(restart: bool) -> Result:
-        with work_directory(cell_folder.model, resume=not restart, restart=restart) as work:
-            result = prune_run(recipe, observe, work=work, shared=shared, name=cell_folder.name, check=check)
-            then(result)
-        with suppress(OSError):
-            cell_folder.model.rmdir()  # fails if the model was saved there
-        return result
-
+    run = partial(runs.run_in, cell_folder.model, recipe, name=cell_folder.name, finish=finish)
     try:
-        return prune(restart=False)
+        result = run(resume=True)
     except OtherContents:
         raise
     except CannotResume:  # the earlier work is of another machine or of other versions
-        return prune(restart=True)
+        result = run(restart=True)
+    with suppress(OSError):
+        cell_folder.model.rmdir()  # fails if the model was saved there
+    return result
 
 
 def _on_device(recipe: Recipe, device: str | None) -> Recipe:

@@ -1,0 +1,84 @@
+"""Runs of one command, which share the dense model's results and must read the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from sparsellm.pipeline.events import Observer
+from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.input_digests import SameInputs
+from sparsellm.pipeline.prune import prune_run
+from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recover import recover_run
+from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.run import RunArguments
+from sparsellm.pipeline.saving import Result
+from sparsellm.pipeline.workspace import work_directory
+from sparsellm.texts.in_memory import Given
+
+
+class RunSet:
+    """Runs of one command: several sparsities, stages of a gradual pruning, cells of a sweep, or points of a search.
+
+    Results on the dense model are computed once, and a model or a text that is changed between two runs is an error. Who owns
+    the set decides which recipe is run next, and what becomes of its result.
+
+    Args:
+        observe: Receives the events of all runs.
+        cache: Folder for the dense model's results; None if they are not kept, as for a single run.
+        inputs: Compares what the runs read. Default: with what earlier runs of the set have read.
+    """
+
+    def __init__(self, observe: Observer, cache: Path | None = None, inputs: SameInputs | None = None) -> None:
+        self.observe, self.inputs = observe, SameInputs() if inputs is None else inputs
+        self._cache = None if cache is None else DenseCache(cache, observe)
+
+    def run(self, recipe: Recipe | RecoveryRecipe, *, given: Given | None = None, shares: bool = True) -> Result:
+        """Run a recipe without a folder: a killed run is lost.
+
+        Args:
+            given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
+            shares: Whether it uses the dense model's results of the other runs.
+        """
+        return self._run(recipe, self._arguments(shares), given)
+
+    def run_in(
+        self,
+        folder: str | Path,
+        recipe: Recipe | RecoveryRecipe,
+        *,
+        resume: bool = False,
+        restart: bool = False,
+        name: str | None = None,
+        shares: bool = True,
+        begin: Callable[[], object] = lambda: None,
+        finish: Callable[[Result], object] = lambda _: None,
+    ) -> Result:
+        """Run a recipe in the work directory of an output folder, from which a killed run is resumed.
+
+        Args:
+            folder: The output folder, which this method does not write.
+            resume: As for `work_directory`.
+            restart: As for `work_directory`.
+            name: As in `RunArguments`.
+            shares: Whether it uses the dense model's results of the other runs.
+            begin: Called once the folder is locked against other commands.
+            finish: Called with the result while the work directory exists, to save it.
+
+        Raises:
+            CannotResume: As `work_directory`, and if the unfinished run has other settings.
+        """
+        with work_directory(folder, resume, restart) as work:
+            begin()
+            result = self._run(recipe, self._arguments(shares) | {"work": work, "name": name})
+            finish(result)
+        return result
+
+    def _arguments(self, shares: bool) -> RunArguments:
+        return {"shared": self._cache if shares else None, "check": self.inputs.check}
+
+    def _run(self, recipe: Recipe | RecoveryRecipe, arguments: RunArguments, given: Given | None = None) -> Result:
+        if isinstance(recipe, RecoveryRecipe):
+            return recover_run(recipe, self.observe, given=given, **arguments)
+        return prune_run(recipe, self.observe, given=given, **arguments)
