@@ -7,11 +7,13 @@ import inspect
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import jedi
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,9 +22,9 @@ import sparsellm
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.pipeline.events import NextRun, Note, Stage
+from sparsellm.pipeline.keyword_types import EvaluationKeywords, PruneKeywords, RecoveryKeywords
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.pipeline.settings import EvaluationSettings, PruneSettings, RecoverySettings
 from sparsellm.texts.in_memory import CalibrationData
 
 
@@ -168,11 +170,11 @@ def accepted(annotation: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "settings", "fields", "named"),
     [
-        (sparsellm.prune, PruneSettings, Recipe, NAMED),
-        (sparsellm.plan, PruneSettings, Recipe, NAMED),
-        (sparsellm.search, PruneSettings, Recipe, NAMED),
-        (sparsellm.evaluate, EvaluationSettings, Recipe, set(Recipe.model_fields) - set(EvaluationSettings.__annotations__)),
-        (sparsellm.recover, RecoverySettings, RecoveryRecipe, NAMED | {"scope", "dtype"}),
+        (sparsellm.prune, PruneKeywords, Recipe, NAMED),
+        (sparsellm.plan, PruneKeywords, Recipe, NAMED),
+        (sparsellm.search, PruneKeywords, Recipe, NAMED),
+        (sparsellm.evaluate, EvaluationKeywords, Recipe, set(Recipe.model_fields) - set(EvaluationKeywords.__annotations__)),
+        (sparsellm.recover, RecoveryKeywords, RecoveryRecipe, NAMED | {"scope", "dtype"}),
     ],
 )
 def test_keywords_are_the_fields_of_the_recipe(function: Any, settings: Any, fields: Any, named: set[str]) -> None:
@@ -188,6 +190,40 @@ def test_keywords_are_the_fields_of_the_recipe(function: Any, settings: Any, fie
     for name, field in expected.items():
         assert parameters[name].default == field.default
         assert f" {name}: {field.description}" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "completed"),
+    [
+        ("sparsellm.prune('m', true_s", ["true_sequential="]),
+        ("sparsellm.plan('m', gauss", ["gauss_newton_steps="]),
+        ("sparsellm.recover('m', 'p', lora_", ["lora_rank=", "lora_targets="]),
+        ("sparsellm.evaluate('m', task", ["task=", "task_data=", "task_limit="]),
+        ("sparsellm.search('m', 'out', max_p", ["max_perplexity_increase="]),
+    ],
+)
+def test_notebooks_complete_keywords(call: str, completed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Jedi does, which IPython and Jupyter ask."""
+    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path))  # processes that share one read halves of files
+    assert [found.name for found in jedi.Interpreter(call, [{"sparsellm": sparsellm}]).complete()] == completed
+
+
+@pytest.mark.long
+def test_type_checkers_know_the_keywords(tmp_path: Path) -> None:
+    """mypy finds a keyword that does not exist and a value of another type, and passes what is right."""
+    file = tmp_path / "calls.py"
+    file.write_text(
+        "import sparsellm\n"
+        'sparsellm.prune("m", sparsity="70%", samples=3, exclude=["lm_head"], evaluate="t.txt", effort="best")\n'
+        'sparsellm.prune("m", sampels=3)\n'
+        'sparsellm.prune("m", effort="slow")\n'
+        'sparsellm.recover("m", "p", lora_rank="8")\n'
+        'sparsellm.evaluate("m", "t.txt", seed=1)\n'
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "mypy", "--config-file", root / "pyproject.toml", "--cache-dir", tmp_path / "cache", file]
+    said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
+    assert sorted(set(re.findall(r"calls\.py:(\d+): error", said))) == ["3", "4", "5", "6"], said
 
 
 def test_a_result_prints_in_three_lines(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:

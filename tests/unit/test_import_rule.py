@@ -135,6 +135,11 @@ def test_documentation_lists_every_file_of_every_folder() -> None:
     subprocess.run([sys.executable, ROOT / "docs" / "make_file_tables.py", "--check"], check=True)
 
 
+def test_the_types_of_keywords_are_those_of_the_fields() -> None:
+    """`pipeline/keyword_types.py` is what docs/make_keyword_types.py writes from `pipeline/recipe_fields.py`."""
+    subprocess.run([sys.executable, ROOT / "docs" / "make_keyword_types.py", "--check"], check=True)
+
+
 def test_a_folder_imports_only_folders_above_it() -> None:
     """Imports for types count too, and delayed ones. Names are whole: a relative one is not looked up."""
     wrong = []

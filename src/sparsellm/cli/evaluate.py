@@ -23,12 +23,10 @@ from sparsellm.cli.console import (
     text_table,
 )
 from sparsellm.errors import plural
-
-_TASKS = ("task", "task_data", "task_limit")
-_TEXTS = ("text_field", "documents", "bos", "sequence_length", "evaluate_limit")
+from sparsellm.pipeline.recipe_fields import EVALUATION
 
 
-@options.recipe_options("revision", "trust_remote_code", *_TASKS, *_TEXTS, "max_memory", "device", "dtype", shown=("task",))
+@options.recipe_options(*EVALUATION, without=("architecture", "offload"), shown=("task",))
 def evaluate(
     context: typer.Context,
     model: options.Model,

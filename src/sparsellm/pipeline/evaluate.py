@@ -33,11 +33,13 @@ from sparsellm.pipeline.events import (
     advance_by,
     combine_observers,
 )
+from sparsellm.pipeline.keyword_types import EvaluationKeywords
 from sparsellm.pipeline.loading import check_runs, load_model, named_model, open_model
 from sparsellm.pipeline.measuring import measure_accuracies
 from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe_fields import EVALUATION
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.settings import EvaluationSettings, recipe_keywords
+from sparsellm.pipeline.settings import recipe_keywords
 from sparsellm.pipeline.token_sequences import check_tokens, read_test, window_length
 from sparsellm.texts.in_memory import CalibrationData, Given, given_texts
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@recipe_keywords(EvaluationSettings)
+@recipe_keywords(EvaluationKeywords)
 def evaluate(
     model: str | Path | PreTrainedModel,
     text: str | Path | Sequence[str | Path] | CalibrationData = (),
@@ -54,7 +56,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
     observe: Observer | None = None,
-    **settings: Unpack[EvaluationSettings],
+    **settings: Unpack[EvaluationKeywords],
 ) -> Evaluation:
     """Measure a model's perplexity on texts and its accuracy on tasks of lm-eval, with standard errors.
 
@@ -78,8 +80,8 @@ def evaluate(
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     models = [named_model(x, tokenizer) for x in (model, against) if x is not None]
-    if unknown := sorted(set(settings) - set(EvaluationSettings.__annotations__)):
-        raise InvalidSetting(f"Unknown field {unknown[0]!r}. {nearest(unknown[0], EvaluationSettings.__annotations__)}")
+    if unknown := sorted(set(settings) - set(EVALUATION)):
+        raise InvalidSetting(f"Unknown field {unknown[0]!r}. {nearest(unknown[0], EVALUATION)}")
     texts, data = given_texts(text)
     if against is not None and isinstance(data, Iterator):
         data = list(data)  # which is read for each model

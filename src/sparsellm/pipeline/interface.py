@@ -13,6 +13,7 @@ from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
+from sparsellm.pipeline.keyword_types import PruneKeywords, RecoveryKeywords
 from sparsellm.pipeline.loading import named_model
 from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields
@@ -23,7 +24,7 @@ from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_spar
 from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.settings import PruneSettings, RecoverySettings, recipe_keywords
+from sparsellm.pipeline.settings import recipe_keywords
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.texts.in_memory import CalibrationData, Given, given_text, given_texts
@@ -42,7 +43,7 @@ def prune(
     tokenizer: PreTrainedTokenizerBase | None = ...,
     progress: bool = ...,
     observe: Observer | None = ...,
-    **settings: Unpack[PruneSettings],
+    **settings: Unpack[PruneKeywords],
 ) -> Result: ...
 @overload
 def prune(
@@ -53,9 +54,9 @@ def prune(
     calibration: str | Path | CalibrationData | None = ...,
     progress: bool = ...,
     observe: Observer | None = ...,
-    **settings: Unpack[PruneSettings],
+    **settings: Unpack[PruneKeywords],
 ) -> list[Result]: ...
-@recipe_keywords(PruneSettings)
+@recipe_keywords(PruneKeywords)
 def prune(
     model: str | Path | PreTrainedModel,
     method: MethodName | LayerSolver | BlockMethod = "sparsellm",
@@ -65,7 +66,7 @@ def prune(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
     observe: Observer | None = None,
-    **settings: Unpack[PruneSettings],
+    **settings: Unpack[PruneKeywords],
 ) -> Result | list[Result]:
     """Prune a model.
 
@@ -109,7 +110,7 @@ def prune(
         return results
 
 
-@recipe_keywords(PruneSettings)
+@recipe_keywords(PruneKeywords)
 def plan(
     model: str | Path | PreTrainedModel,
     method: MethodName | LayerSolver | BlockMethod = "sparsellm",
@@ -118,7 +119,7 @@ def plan(
     calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     output: str | Path | None = None,
-    **settings: Unpack[PruneSettings],
+    **settings: Unpack[PruneKeywords],
 ) -> RunPlan:
     """Estimate memory, disk space, operations and time of `prune` with the same arguments, without reading any weights.
 
@@ -145,7 +146,7 @@ def plan(
     return plan_pruning(recipe, output, given=given, source=source)
 
 
-@recipe_keywords(RecoverySettings, RecoveryFields)
+@recipe_keywords(RecoveryKeywords, RecoveryFields)
 def recover(
     pruned: str | Path,
     against: str | Path | PreTrainedModel,
@@ -156,7 +157,7 @@ def recover(
     steps: int | None = None,
     progress: bool = False,
     observe: Observer | None = None,
-    **settings: Unpack[RecoverySettings],
+    **settings: Unpack[RecoveryKeywords],
 ) -> Result:
     """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
 

@@ -61,6 +61,12 @@ Trait = Literal["path", "measured", "machine", "memory", "sparsellm", "default",
 machine and not of the result ("machine"), of its memory, on which no bit depends ("memory"), or a setting of the method
 sparsellm, maybe one that only its default or only Algorithm 1 has ("default", "published")."""
 
+EVALUATION = (
+    *("revision", "trust_remote_code", "architecture", "text_field", "documents", "bos", "sequence_length", "evaluate_limit"),
+    *("task", "task_data", "task_limit", "max_memory", "offload", "device", "dtype"),
+)
+"""Fields that `evaluate` takes."""
+
 MOST = 2**31 - 1
 """Largest value of every count: the product of two fits the integers of torch."""
 

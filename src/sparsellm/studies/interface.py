@@ -16,12 +16,13 @@ from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.early_checks import check_results
 from sparsellm.pipeline.events import Observer, combine_observers
+from sparsellm.pipeline.keyword_types import PruneKeywords
 from sparsellm.pipeline.output_folder import REPORT, WORK, check_place
 from sparsellm.pipeline.packed_card import record_speed, recordable
 from sparsellm.pipeline.recipe_fields import MethodName
 from sparsellm.pipeline.recipe_file import read_search
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.settings import PruneSettings, recipe_keywords
+from sparsellm.pipeline.settings import recipe_keywords
 from sparsellm.pipeline.speed import measure_bench
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
@@ -116,7 +117,7 @@ def sweep(
     return Outcomes(outcomes, cells.title, folder)
 
 
-@recipe_keywords(PruneSettings)
+@recipe_keywords(PruneKeywords)
 def search(
     model: str | Path,
     output: str | Path,
@@ -130,7 +131,7 @@ def search(
     overwrite: bool = False,
     progress: bool = False,
     observe: Observer | None = None,
-    **settings: Unpack[PruneSettings],
+    **settings: Unpack[PruneKeywords],
 ) -> Search:
     """Find the largest sparsity that meets a target, and write the model pruned to it.
 

@@ -1,0 +1,79 @@
+"""Types of keywords of Python functions, for editors and type checkers. Written by docs/make_keyword_types.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from sparsellm.pipeline.recipe_fields import SolverName
+from sparsellm.solvers.integers import IntegerName
+from sparsellm.texts.in_memory import CalibrationData
+
+
+class MeasurementKeywords(TypedDict, total=False):
+    """Keywords of all functions that measure a model."""
+
+    revision: str | None
+    trust_remote_code: bool
+    architecture: str | None
+    text_field: str | None
+    documents: Literal["auto", "whole", "joined"]
+    bos: Literal["auto", "yes", "no"]
+    sequence_length: int | None
+    evaluate_limit: int | None
+    task: str | Sequence[str]
+    task_data: str | None
+    task_limit: int | None
+    max_memory: str | None
+    offload: bool | None
+    device: str
+
+
+class EvaluationKeywords(MeasurementKeywords, total=False):
+    """Keywords of `evaluate`."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class RunKeywords(MeasurementKeywords, total=False):
+    """Keywords that `prune` and `recover` share."""
+
+    samples: int
+    seed: int
+    evaluate: str | Path | Sequence[str | Path] | CalibrationData
+    prompt: str | Sequence[str]
+    compute_dtype: Literal["auto", "float32", "bfloat16"]
+    batch_size: int | None
+
+
+class PruneKeywords(RunKeywords, total=False):
+    """Keywords of `prune`, `plan` and `search`."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    bits: float | None
+    as_published: bool
+    effort: Literal["fast", "standard", "best"]
+    solver: SolverName | None
+    gauss_newton_steps: int
+    epochs: int
+    alpha: float
+    beta: float
+    scope: str | None
+    allocation: str | None
+    blocks: str
+    include: str | Sequence[str]
+    exclude: str | Sequence[str]
+    values: IntegerName | None
+    group_size: int | None
+    keep_zeros: bool
+    true_sequential: bool
+
+
+class RecoveryKeywords(RunKeywords, total=False):
+    """Keywords of `recover`; the pruned run sets the dtype."""
+
+    train: Literal["full", "lora"]
+    patience: int | None
+    lora_rank: int
+    lora_targets: str | Sequence[str]
