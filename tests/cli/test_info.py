@@ -63,3 +63,14 @@ def test_extras_are_those_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert set(info.EXTRAS) == set(extras) - {"docs", "test"}
     assert all(any(line.startswith(package) for line in extras[extra]) for extra, package in info.EXTRAS.items())
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (["products in bfloat16"], "1 measurement was made under load and will be made again: products in bfloat16"),
+        (list("abc"), "3 measurements were made under load and will be made again (--json lists them)"),
+    ],
+)
+def test_measurements_under_load_are_one_line(names: list[str], line: str) -> None:
+    assert info._under_load(names) == line

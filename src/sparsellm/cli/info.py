@@ -143,7 +143,8 @@ def _choices(found: dict[str, Any]) -> list[list[str]]:
     """The lines of what was measured, each with what was chosen."""
     passes, solvers, full, kernels = found["bfloat16"], found["solvers"], found["float32"], found["kernels"]["in_use"]
     density, packed = found["skipped_zeros"]["max_density"], found["packed"]
-    all_threads = f"{plural(found['threads'], 'thread')} from {max(packed['least_for_threads'], 0):,.0f} elements on"
+    least = float(f"{max(packed['least_for_threads'], 0):.2g}")  # two digits are more than it is known to
+    all_threads = f"{plural(found['threads'], 'thread')} for matrices of {least:,.0f} weights or more"
     return [
         ["bfloat16, passes", _chosen(passes["speedup"], "float32", used=passes["used"])],
         ["bfloat16, solvers", _chosen(solvers["bfloat16_speedup"], "float32", used=solvers["bfloat16_used"])],
@@ -152,8 +153,15 @@ def _choices(found: dict[str, Any]) -> list[list[str]]:
         *([["packed weights", f"multiplied by kernels for {_counted(packed['tokens'])}"]] if kernels else []),
         *([["dense heads", f"multiplied by kernels for {_counted(packed['dense_tokens'])}"]] if kernels else []),
         *([["threads of kernels", all_threads]] if kernels and found["threads"] > 1 else []),
-        *(["not kept", f"{name}: measured under load"] for name in found["unsteady"]),
+        *([["not kept", _under_load(found["unsteady"])]] if found["unsteady"] else []),
     ]
+
+
+def _under_load(names: Sequence[str]) -> str:
+    """The line of the measurements that other programs disturbed."""
+    were = "was" if len(names) == 1 else "were"
+    listed = " (--json lists them)" if len(names) > 2 else f": {'; '.join(names)}"
+    return f"{plural(len(names), 'measurement')} {were} made under load and will be made again{listed}"
 
 
 def _counted(counts: Sequence[int]) -> str:
