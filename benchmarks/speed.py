@@ -38,7 +38,7 @@ from sparsellm.pipeline.costs import rates
 from sparsellm.pipeline.events import Stage, combine_observers
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from sparsellm.runtime.memory import peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from tests.conftest import byte_tokenizer
 
 SIZES = {"vocab_size": 260, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

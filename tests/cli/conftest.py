@@ -52,7 +52,7 @@ def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """The five outputs; not to be written to."""
     from sparsellm.pipeline.prune import prune_run
     from sparsellm.pipeline.recipe_file import read_recipe
-    from sparsellm.pipeline.workspace import work_directory
+    from sparsellm.pipeline.work_directory import work_directory
 
     made: dict[str, Path] = {}
     for name, (model, settings) in OUTPUTS.items():

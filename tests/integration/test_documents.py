@@ -236,7 +236,7 @@ def test_one_file_becomes_one_file_and_shards_stay_shards(tiny: dict[str, Path],
         if ran is None:
             from sparsellm.pipeline.prune import prune_run
             from sparsellm.pipeline.recipe_file import read_recipe
-            from sparsellm.pipeline.workspace import work_directory
+            from sparsellm.pipeline.work_directory import work_directory
 
             recipe = read_recipe({"model": str(shards), "method": "magnitude", **settings})
             with work_directory(out, resume=False, restart=False) as work:

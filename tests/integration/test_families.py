@@ -35,7 +35,7 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.stage_costs import pruning_costs
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import OutputExists
-from sparsellm.pipeline import compressed_export, output_lock, packing, saving, workspace
+from sparsellm.pipeline import compressed_export, output_lock, packing, saving, work_directory
 from sparsellm.pipeline.output_folder import REPORT, WORK
 from sparsellm.studies import several
 from tests.conftest import long_unless
@@ -117,7 +117,7 @@ def test_what_another_command_finishes_meanwhile_is_not_replaced(
         with locked(path) as folder:
             yield folder
 
-    for module in (saving, compressed_export, packing, several, workspace):
+    for module in (saving, compressed_export, packing, several, work_directory):
         monkeypatch.setattr(module, "locked", finished_before, raising=False)
     refused = command(*(word for word in words(name, made, out) if word not in ("--overwrite", "--restart")))
     message = " ".join(refused.stderr.split())

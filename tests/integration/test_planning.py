@@ -28,7 +28,7 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.recipe_methods import SOLVERS
 from sparsellm.pipeline.token_sequences import draw_windows
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT

@@ -18,7 +18,7 @@ from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.events import RECOVERING, Stage
 from sparsellm.pipeline.output_folder import WORK
 from sparsellm.pipeline.recover import recover_run
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from sparsellm.training import masked_training
 from tests import processes
 from tests.cli.test_bad_input import refused

@@ -17,7 +17,7 @@ from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import Stage
 from sparsellm.pipeline.planning import plan_recovery
 from sparsellm.pipeline.recover import recover_run
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 from tests.meter import Meter

@@ -19,7 +19,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.pipeline.inspection import inspect
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from tests.cli.test_headers import refused_by_all
 from tests.conftest import byte_tokenizer, long_unless, report_of
 from tests.integration.test_families import CONFIGS

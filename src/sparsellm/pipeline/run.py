@@ -49,7 +49,7 @@ from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report, When
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.startup import PlacementChoice, start_run
-from sparsellm.pipeline.workspace import WorkDirectory
+from sparsellm.pipeline.work_directory import WorkDirectory
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
 from sparsellm.training.block_training import split_batches
@@ -61,8 +61,8 @@ class RunArguments(TypedDict, total=False):
     """Arguments of a run besides its recipe, its observer and what it reads.
 
     Attributes:
-        work: Directory for finished blocks, from `sparsellm.pipeline.workspace.work_directory`. Without it a killed run cannot
-            be resumed, and the model must fit in memory.
+        work: Directory for finished blocks, from `work_directory` of `sparsellm.pipeline.work_directory`. Without it a killed
+            run cannot be resumed, and the model must fit in memory.
         shared: Cache of results on dense models, shared with other runs.
         name: Name of the run for observers. Default: the name of its output, or of its model.
         check: Called with the digests of what the run reads, before any heavy work.

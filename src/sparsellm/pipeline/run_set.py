@@ -14,7 +14,7 @@ from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.run import RunArguments
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.workspace import work_directory
+from sparsellm.pipeline.work_directory import work_directory
 from sparsellm.texts.in_memory import Given
 
 

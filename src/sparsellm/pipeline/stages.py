@@ -21,7 +21,7 @@ from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.training import ModelTraining, model_step
 from sparsellm.pipeline.training_outcome import WHOLE_MODEL
-from sparsellm.pipeline.workspace import TRAINING_STATE
+from sparsellm.pipeline.work_directory import TRAINING_STATE
 from sparsellm.runtime import collectives
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_zeros

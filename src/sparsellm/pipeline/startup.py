@@ -20,7 +20,7 @@ from sparsellm.pipeline.journal import OF_RECIPE, Journal, entry_in_words
 from sparsellm.pipeline.loading import Placement, choose_placement
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.workspace import WorkDirectory
+from sparsellm.pipeline.work_directory import WorkDirectory
 from sparsellm.runtime import autotuning, collectives
 from sparsellm.runtime.devices import multiplies_bfloat16
 from sparsellm.runtime.products import BFLOAT16_IN_SOLVERS, ONEDNN_PRODUCTS, bf16_solver_speedup, uses_onednn
