@@ -196,5 +196,6 @@ def chart() -> str:
         handles = figure.axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8)
         figure.supylabel("excess of the log-perplexity, logarithmic")
-        figure.supxlabel("bits a weight")
+        for axes in figure.axes[2:]:  # a label of the whole figure would lie on the legend
+            axes.set_xlabel("bits a weight")
     return svg_of(figure, "few-bits")

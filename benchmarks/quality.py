@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from statistics import mean
 
 from excess import PATTERNS, by_seed, of_models, ratio, summary
@@ -96,6 +97,53 @@ def chart() -> str:
         figure.supylabel("perplexity, logarithmic")
         figure.supxlabel("weights removed")
     return svg_of(figure, "perplexity")
+
+
+CARD_MODEL = "wt2-llama"
+"""The model of the card."""
+
+
+def card() -> bytes:
+    """The picture that other sites show beside a link to the documentation: 1200 x 630 pixels, as PNG."""
+    import matplotlib
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    with style(), matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 11, "savefig.bbox": None}):
+        figure = Figure(figsize=(12, 6.3))
+        figure.text(0.05, 0.80, "sparsellm", fontsize=44, weight="bold", color=INK)
+        figure.text(
+            0.05,
+            0.74,
+            "prunes language models to 50-90 % zeros,\none decoder block at a time,\non a CPU or a GPU",
+            fontsize=18,
+            color=INK,
+            va="top",
+            linespacing=1.5,
+        )
+        figure.text(
+            0.05,
+            0.08,
+            f"Perplexity of a small Llama ({CARD_MODEL})\nby the share of weights removed, logarithmic",
+            fontsize=14,
+            color="#5c6470",
+        )
+        axes = figure.add_axes((0.57, 0.12, 0.39, 0.80))
+        data = of_models()[CARD_MODEL]
+        patterns = [pattern for pattern in PATTERNS if pattern.endswith("%")]
+        axes.axhline(data["dense"]["perplexity"], color=INK, linestyle=":", linewidth=2, label="dense")
+        for method, color in zip(BRIEF, COLORS, strict=False):
+            found = {float(p[:-1]): cells(data, method, p).values() for p in patterns}
+            points = [(share, mean(c["perplexity"] for c in some)) for share, some in found.items() if some]
+            axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=8, linewidth=3, label=method)
+        axes.set(yscale="log", xticks=[float(p[:-1]) for p in patterns], xticklabels=patterns)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.tick_params(labelsize=15)
+        axes.legend(fontsize=15, loc="upper left")
+        stream = io.BytesIO()
+        figure.savefig(stream, format="png", dpi=100, facecolor="white", metadata={"Software": None})
+    return stream.getvalue()
 
 
 def svg_of(figure: Figure, name: str) -> str:

@@ -66,6 +66,8 @@ PAGES = (
 )
 PICTURES = ROOT / "docs" / "pictures"
 CHARTS = {PICTURES / "perplexity.svg": quality.chart, PICTURES / "few-bits.svg": few_bits.chart}
+CARD = PICTURES / "card.png"
+"""What other sites show beside a link to the documentation."""
 
 
 def demo_table() -> list[str]:
@@ -162,6 +164,7 @@ def render(page: str) -> str:
 def main() -> None:
     for picture, chart in CHARTS.items():
         picture.write_text(chart(), encoding="utf-8")
+    CARD.write_bytes(quality.card())
     for name in PAGES:
         file = ROOT / name
         file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")

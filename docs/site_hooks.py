@@ -1,24 +1,45 @@
-"""What mkdocs does not do by itself: pages from outside docs/, links that lead there and back, mathematics without scripts."""
+"""What mkdocs does not do by itself: its address, pages from outside docs/, links that lead there and back, mathematics without
+scripts."""
 
 from __future__ import annotations
 
 import html
+import os
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-BROUGHT = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/neurips2024/*")
+BROUGHT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "recipes/neurips2024/*")
 """What of the repository outside docs/ is on the site, under the path that it has in the repository."""
 
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 """A link to a file, its text, path and anchor; never an address with a scheme."""
 
 MATHEMATICS = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+
+OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z0-9_-]{0,30}(?![\w-])")
+"""An option of a command, at whose hyphens a line would break."""
+
+CODE = re.compile(r"<pre.*?</pre>|<code>([^<]*)</code>", re.DOTALL)
+"""Code within a line, its text; blocks of code match too, and have no group, so that what is in them stays."""
+
+
+@event_priority(-100)  # after mike, which adds the version without a slash
+def on_config(config: Any) -> Any:
+    """Take the address from pyproject.toml, for sitemap and 404 page; add the version, and its menu, where mike builds."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    config.site_url = f"{urls['Documentation']}/"
+    if version := os.environ.get("MIKE_DOCS_VERSION"):
+        config.site_url += f"{version}/"
+        config.extra["version"] = {"provider": "mike"}
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -45,8 +66,14 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Write the mathematics as MathML, which browsers draw themselves."""
-    return MATHEMATICS.sub(_mathml, content)
+    """Write the mathematics as MathML, which browsers draw themselves, and keep options on one line."""
+    return CODE.sub(_unbroken, MATHEMATICS.sub(_mathml, content))
+
+
+def _unbroken(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    return "<code>" + OPTION.sub(r'<span class="option">\g<0></span>', found[1]) + "</code>"
 
 
 def _mathml(found: re.Match[str]) -> str:

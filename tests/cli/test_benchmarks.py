@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import io
 import re
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,10 +53,14 @@ def test_the_charts_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     if f"matplotlib=={version('matplotlib')}\n" not in (FOLDER.parent / "constraints.txt").read_text(encoding="utf-8"):
         pytest.skip("another matplotlib than the pinned one draws otherwise")
+    from matplotlib.image import imread
+
     monkeypatch.syspath_prepend(str(FOLDER))
     render = importlib.import_module("render")
     for picture, chart in render.CHARTS.items():
         assert picture.read_text(encoding="utf-8") == chart()
+    drawn, saved = (imread(io.BytesIO(content)) for content in (render.quality.card(), render.CARD.read_bytes()))
+    assert np.abs(drawn - saved).max() < 0.02  # processors may round a pixel's edge differently
 
 
 def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:

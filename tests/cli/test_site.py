@@ -1,23 +1,32 @@
-"""The documentation as a site: it builds without a warning, fetches nothing, and has its pictures, mathematics and names."""
+"""The documentation as a site: it builds without a warning, fetches nothing, and has its pictures, mathematics and names.
+
+Also what a host shows beside the pages: sitemap, 404 page, social card, versions.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import yaml
 
 import sparsellm
 
 ROOT = Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Documentation"]
+PREFIX = f"{urlsplit(ADDRESS).path}/"
+"""Where the host has the site, by which the 404 page names its files: it is shown at any depth."""
 FETCHING = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("object", "data")}
 
 
@@ -35,18 +44,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Read(HTMLParser):
-    """What a page fetches, where its links lead, and which ids it has."""
+    """What a page fetches, where its links lead, which ids it has, and what it says of itself."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
+        self.properties: dict[str, str] = {}
         self.fetched: list[str] = []
         self.links: list[str] = []
         self.ids: set[str] = set()
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        if tag == "meta" and (name := named.get("property") or named.get("name")):
+            self.properties[name] = named.get("content") or ""
         for name, value in attrs:
-            if (tag, name) in FETCHING and value:
+            if named.get("rel") == "canonical":
+                self.properties["canonical"] = named["href"] or ""
+            elif (tag, name) in FETCHING and value:
                 self.fetched.append(value)
             elif (tag, name) == ("a", "href") and value:
                 self.links.append(value)
@@ -62,7 +77,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         for target in Read(page).fetched:
             parts = urlsplit(target)
             assert not parts.scheme or parts.scheme == "data", f"{page.name} fetches {target}"
-            place = site / parts.path.lstrip("/") if parts.path.startswith("/") else page.parent / unquote(parts.path)
+            place = site / parts.path.removeprefix(PREFIX) if parts.path.startswith("/") else page.parent / unquote(parts.path)
             assert place.exists(), f"{page.name} wants {target}"
     for style in site.rglob("*.css"):
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text(encoding="utf-8")), style
@@ -147,3 +162,88 @@ def test_search_finds_what_people_ask_for(site: Path) -> None:
     }
     for word, page in (wanted | {"gguf": "deploying", "llm-compressor": "migrating"}).items():
         assert any(location.startswith(f"{page}.html") and word in text for location, text in texts.items()), word
+
+
+class Lines(yaml.SafeLoader):
+    """YAML with names of Python functions, which are not looked up."""
+
+
+Lines.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+def test_navigation_has_eight_pages_for_users() -> None:
+    """The rest is under Reference and Research."""
+    navigation = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=Lines)["nav"]
+    pages = [entry for entry in navigation if isinstance(next(iter(entry.values())), str)]
+    groups = [next(iter(entry)) for entry in navigation if entry not in pages]
+    assert (len(pages), groups) == (8, ["Reference", "Research"])
+
+
+def test_the_sitemap_has_every_page(site: Path) -> None:
+    """Each with the address that the page gives as its own."""
+    listed = re.findall(r"<loc>(.*?)</loc>", (site / "sitemap.xml").read_text(encoding="utf-8"))
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert sorted(Read(page).properties["canonical"] for page in pages) == sorted(listed)
+    assert {f"{ADDRESS}/{page.relative_to(site).as_posix()}" for page in pages} == set(listed)
+
+
+def test_the_404_page_leads_back(site: Path) -> None:
+    """From any depth: its links and files are named from the host's root."""
+    page = site / "404.html"
+    read = Read(page)
+    assert "There is no such page" in page.read_text(encoding="utf-8")
+    links = [urlsplit(link).path for link in read.links if not urlsplit(link).scheme and urlsplit(link).path]
+    assert f"{PREFIX}quick-start.html" in links
+    assert [link for link in links if not link.startswith(PREFIX) or not (site / link.removeprefix(PREFIX)).exists()] == []
+    assert all(target.startswith((PREFIX, "data:")) for target in read.fetched)
+
+
+def test_every_page_has_the_social_card(site: Path) -> None:
+    """A PNG of 1200 x 630 pixels, by its whole address."""
+    picture = (site / "pictures" / "card.png").read_bytes()
+    assert (picture[:8], len(picture) < 200_000) == (b"\x89PNG\r\n\x1a\n", True)
+    assert (int.from_bytes(picture[16:20], "big"), int.from_bytes(picture[20:24], "big")) == (1200, 630)
+    for page in site.rglob("*.html"):
+        found = Read(page).properties
+        assert found["og:image"] == f"{ADDRESS}/pictures/card.png", page.name
+        assert found["og:image:alt"], page.name
+        assert found["og:title"].endswith("sparsellm"), page.name
+        assert "<" not in found["og:title"], page.name
+
+
+@pytest.mark.long
+def test_versions_lie_beside_each_other(tmp_path: Path) -> None:
+    """`dev` of main and `0.1` of a tag, which the root and the host's 404 page lead to."""
+    pytest.importorskip("mike", reason="the extra `docs` is not installed")
+    clone = tmp_path / "clone"
+    leave = shutil.ignore_patterns(".git", ".*_cache", ".venv", "__pycache__", "*.so", "site", "out", "dist", "build")
+    shutil.copytree(ROOT, clone, ignore=leave)
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "GIT_CONFIG_GLOBAL": str(tmp_path / "none"), "HOME": str(tmp_path)}
+    environment |= {f"GIT_{who}_{what}": "x@y" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("git", "init", "-q")
+    run("git", "add", ".")
+    run("git", "commit", "-qm", "all")
+    run("bash", "dev/deploy_site.sh", "main")
+    run("bash", "dev/deploy_site.sh", "v0.1.0")
+    versions = json.loads(run("git", "show", "gh-pages:versions.json"))
+    assert [(entry["version"], entry["aliases"]) for entry in versions] == [("dev", []), ("0.1", ["latest"])]
+    assert '"latest/"' in run("git", "show", "gh-pages:index.html")
+    assert f'href="{PREFIX}0.1/quick-start.html"' in run("git", "show", "gh-pages:404.html")
+    assert f"<loc>{ADDRESS}/0.1/index.html</loc>" in run("git", "show", "gh-pages:0.1/sitemap.xml")
+    assert f"{ADDRESS}/dev/pictures/card.png" in run("git", "show", "gh-pages:dev/cli.html")
+    assert '"provider": "mike"' in run("git", "show", "gh-pages:dev/cli.html")
+
+
+def test_options_in_a_line_do_not_break(site: Path) -> None:
+    """At their hyphens; code blocks stay as they are, and so does the text."""
+    page = (site / "recover.html").read_text(encoding="utf-8")
+    assert '<code><span class="option">--lora-rank</span></code>' in page
+    assert not [block for block in re.findall(r"<pre.*?</pre>", page, re.DOTALL) if 'class="option"' in block]
+    assert 'class="option"' not in (site / "search" / "search_index.json").read_text(encoding="utf-8")
