@@ -1,8 +1,12 @@
-"""Compile the kernels for sparse weights, where there is a C compiler, when pip builds the package or as a script."""
+"""Compile the kernels for sparse weights, where there is a C compiler, when pip builds the package or as a script.
+
+Also gives the package index a README whose links work there.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,8 +18,9 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ImportError:  # run as a script, or by the tests: hatchling is only where packages are built
-    BuildHookInterface = object
+    BuildHookInterface = MetadataHookInterface = object
 
 FOLDER = Path(__file__).parent / "src" / "sparsellm" / "native"
 """The folder of the C files, all of which make one library there."""
@@ -53,6 +58,40 @@ def compile_kernels(folder: Path = FOLDER, environment: Mapping[str, str] = os.e
         except (OSError, subprocess.SubprocessError):
             partial.unlink(missing_ok=True)
     return None
+
+
+def absolute_links(text: str, urls: Mapping[str, str], version: str) -> str:
+    """Turn relative links of README.md to pages and pictures of docs/ into ones to the site, others to the repository.
+
+    Args:
+        text: Markdown.
+        urls: `Repository` and `Documentation`, as in pyproject.toml.
+        version: The package's version; one with `.dev` has the site and the files of the branch main.
+    """
+    released = ".dev" not in version
+    site = f"{urls['Documentation']}/{'.'.join(version.split('.')[:2]) if released else 'dev'}"
+    files = f"{urls['Repository']}/blob/{f'v{version}' if released else 'main'}"
+
+    def absolute(link: re.Match[str]) -> str:
+        path, anchor = link[1], link[2] or ""
+        page = re.fullmatch(r"docs/(.*)\.md", path)
+        picture = path.removeprefix("docs/") if path.startswith("docs/pictures/") else ""
+        place = f"{site}/{page[1]}.html" if page else f"{site}/{picture}" if picture else f"{files}/{path}"
+        return f"]({place}{anchor})"
+
+    return re.sub(r"\]\((?![a-z]+:)([^)\s#]+)(#[^)\s]*)?\)", absolute, text)
+
+
+class CustomMetadataHook(MetadataHookInterface):  # type: ignore[misc, valid-type]
+    """Put README.md into the package's metadata, with absolute links."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the field `readme`, which pyproject.toml calls dynamic."""
+        root = Path(self.root)
+        source = (root / "src" / "sparsellm" / "__init__.py").read_text(encoding="utf-8")
+        version = re.findall(r'^__version__ = "(.*?)"', source, re.MULTILINE)[0]
+        text = (root / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": absolute_links(text, metadata["urls"], version)}
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]

@@ -568,8 +568,8 @@ def in_short() -> list[str]:
     known = [shares(figures, family, "SparseGPT") for family in figures["models"]]
     parts = [f"{' and '.join(each[pattern] for each in known)} at {pattern}" for pattern in IN_SHORT]
     return [
-        f"- On a Llama and an OPT of {size / 1e6:.0f} million parameters the default has these shares of SparseGPT's excess:",
-        f"  {', '.join(parts)} ([larger models](docs/results.md#larger-models)). They were trained on little text.",
+        f"On a Llama and an OPT of {size / 1e6:.0f} million parameters the default has these shares of SparseGPT's excess:",
+        f"{', '.join(parts)} ([larger models](docs/results.md#larger-models)). They were trained on little text.",
     ]
 
 

@@ -1,8 +1,9 @@
-"""The build: kernels where a C compiler is found, and a package without them where it is not."""
+"""The build: kernels where a C compiler is found, a package without them where it is not, and README for the package index."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import tomllib
@@ -113,3 +114,46 @@ def test_sources_are_in_the_source_distribution(build: ModuleType) -> None:
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
     assert "custom" in configuration["wheel"]["hooks"]
     assert {"src", "hatch_build.py"} <= set(configuration["sdist"]["include"])
+
+
+@pytest.mark.parametrize(("version", "site", "files"), [("1.2.3", "1.2", "v1.2.3"), ("1.2.0.dev0", "dev", "main")])
+def test_links_of_the_readme_are_absolute(build: ModuleType, version: str, site: str, files: str) -> None:
+    """Pages and pictures are on the site of the version, other files in the repository at its tag; each is there."""
+    hook, source = build.CustomMetadataHook.__new__(build.CustomMetadataHook), Path("src") / "sparsellm" / "__init__.py"
+    urls = {"Repository": "https://host/me/it", "Documentation": "https://site"}
+    metadata: dict[str, Any] = {"urls": urls}
+    read = Path.read_text
+
+    def other_version(path: Path, **keywords: Any) -> str:
+        return f'__version__ = "{version}"\n' if path.parts[-3:] == source.parts else read(path, **keywords)
+
+    with (
+        mock.patch.object(build.CustomMetadataHook, "root", str(ROOT), create=True),
+        mock.patch.object(Path, "read_text", other_version),
+    ):
+        hook.update(metadata)
+    text = metadata["readme"]["text"]
+    assert metadata["readme"]["content-type"] == "text/markdown"
+    links = re.findall(r"\]\((.*?)\)", text)
+    assert len(links) > 15
+    for link in links:
+        address, _, _ = link.partition("#")
+        on_site, in_files = f"https://site/{site}/", f"https://host/me/it/blob/{files}/"
+        assert address.startswith((on_site, in_files)), link
+        if address.startswith(in_files):
+            assert (ROOT / address.removeprefix(in_files)).exists(), link
+            continue
+        name = address.removeprefix(on_site)
+        assert (ROOT / "docs" / f"{name.removesuffix('.html')}{'.md' if name.endswith('.html') else ''}").is_file(), link
+    assert f"]({on_site}pictures/perplexity.svg)" in text
+    assert f"]({on_site}popular-models.html#your-own-figures)" in text
+
+
+def test_the_readme_is_made_for_the_index() -> None:
+    """pyproject.toml leaves it to the hook, and has the addresses in one place."""
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "readme" in configuration["project"]["dynamic"]
+    assert "custom" in configuration["tool"]["hatch"]["metadata"]["hooks"]
+    assert set(configuration["project"]["urls"]) == {"Repository", "Documentation"}
+    for text in ("README.md", "mkdocs.yml", "CITATION.cff"):
+        assert "OWNER" not in (ROOT / text).read_text(encoding="utf-8"), text
