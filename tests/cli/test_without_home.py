@@ -43,6 +43,20 @@ def test_a_user_without_a_home(tiny: dict[str, Path], text_file: Path, tmp_path:
     assert {file.name for file in tmp_path.iterdir()} == {"out", "out.html"}
 
 
+@pytest.mark.long
+def test_a_home_that_cannot_be_written(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """A folder below a file, since root may write to folders without permission: what is measured is not kept."""
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "HOME": str(tmp_path / "file" / "home"), "HF_HUB_OFFLINE": "1"}
+    del environment["XDG_CACHE_HOME"]
+    words = ("--method", "wanda", "--sparsity", "50%", "--samples", "4", "--sequence-length", "32", "--calibration", text_file)
+    for command in (("prune", tiny["opt"], "out", *words), ("pack", "out", "packed")):
+        given = [sys.executable, "-m", "sparsellm", *map(str, command)]
+        done = subprocess.run(given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"file", "out", "packed"}
+
+
 @pytest.mark.parametrize(
     "words",
     [

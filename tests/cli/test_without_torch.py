@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,58 @@ def test_a_wrong_input_is_told_without_torch(
     assert message.count("error:") == 1
     assert not loaded
     assert sorted(folder.iterdir()) == before
+
+
+FAULTY = {
+    "library": 'import ctypes; ctypes.CDLL("libgomp-of-nobody.so.1")',  # as torch loads its libraries
+    "symbol": 'raise ImportError("libtorch_cpu.so: undefined symbol: of_another_version")',
+    "missing": "raise ModuleNotFoundError(\"No module named 'sympy'\", name='sympy')",
+}
+"""A torch that cannot be imported: without libgomp, with a library of another version, without a package that it needs."""
+
+
+@pytest.mark.parametrize("fault", [long_unless(fault == "library", fault) for fault in FAULTY])
+def test_a_torch_that_cannot_be_imported_is_one_message(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(FAULTY[fault], encoding="ascii")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(sparsellm.__file__).parents[1]}")
+    status, message, _ = run(tmp_path, "info")
+    assert status == 1
+    parts = {"library": "of-nobody.so.1: cannot open", "symbol": "undefined symbol", "missing": "No module named 'sympy'"}
+    assert message.startswith("error: torch cannot be imported: ")
+    assert parts[fault] in message
+    assert message.endswith("Install what is missing, or torch again.")
+
+
+@pytest.mark.long
+def test_two_versions_of_torch_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers goes by the metadata, here of a version that was not removed, and Python by the folder."""
+    (tmp_path / "torch-1.13.dist-info").mkdir()
+    (tmp_path / "torch-1.13.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(sparsellm.__file__).parents[1]}")
+    status, message, _ = run(tmp_path, "prune", "demo:opt", "out", "--method", "magnitude")
+    assert status == 1
+    assert message.count("error:") == 1
+    assert f"transformers takes torch {version('torch')} for torch 1.13" in message
+    assert not (tmp_path / "out").exists()
+
+
+NOT_INSTALLED = """import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.long
+def test_a_package_that_is_not_installed_is_one_message(folder: Path) -> None:
+    code = NOT_INSTALLED + CODE.format(names=HEAVY, words=["info"])
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: torch is not installed. Install sparsellm again")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long

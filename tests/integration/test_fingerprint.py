@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.pipeline import fingerprint
 from sparsellm.pipeline.events import Event, Note
-from sparsellm.pipeline.fingerprint import DenseCache, contents, model_fingerprint
+from sparsellm.pipeline.fingerprint import DenseCache, contents, environment, model_fingerprint
 from sparsellm.pipeline.journal import JOURNAL
 
 
@@ -101,3 +102,12 @@ def test_a_damaged_journal_of_a_dense_model_is_reported(tmp_path: Path) -> None:
     assert shared.value({"model": "m"}, "perplexity", lambda: 3.0) == 3.0
     assert [event.text[:23] for event in said if isinstance(event, Note)] == ["line 2 of the journal i"]
     assert shared.value({"model": "m"}, "perplexity", lambda: 4.0) == 3.0
+
+
+def test_the_versions_are_of_what_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that was broken off leaves the metadata of two versions of torch."""
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert version("torch") == "9.9"
+    assert environment(torch.device("cpu"))["torch"] == torch.__version__

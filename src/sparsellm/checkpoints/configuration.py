@@ -81,6 +81,7 @@ def read_configuration(
     Raises:
         BadCheckpoint: The configuration cannot be read, or does not match the weight files.
         UnsupportedModel: The installed transformers does not have the model type.
+        MissingPackage: transformers has no models at all, since it takes torch for another version.
     """
     from transformers import AutoConfig
 
@@ -94,6 +95,7 @@ def read_configuration(
     except (SparseLLMError, MemoryError):
         raise
     except Exception as error:  # configurations validate their fields in different ways, or not at all
+        _check_torch()
         if "auto_map" in fields and not trusted:
             raise UnsupportedModel(
                 f"{name} brings its own code, which is not run: transformers itself has no models of type {family!r}. "
@@ -105,6 +107,17 @@ def read_configuration(
             f"The installed transformers {version('transformers')} has no models of type {family!r}: {_error_text(error)}."
         ) from None
     return config
+
+
+def _check_torch() -> None:
+    """Raise MissingPackage if transformers does not use torch, since the metadata of an older installation are left."""
+    from transformers.utils import is_torch_available
+
+    if not is_torch_available():
+        raise MissingPackage(
+            f"transformers takes torch {torch.__version__} for torch {version('torch')}, since two versions are installed. "
+            "Repeat pip uninstall torch until none is left, then install one."
+        )
 
 
 def auto_model(config: PretrainedConfig) -> Any:

@@ -49,7 +49,7 @@ def report_errors(context: typer.Context) -> Iterator[None]:
         print_line(stderr, in_options("; ".join(["interrupted", *(note.removesuffix(".") for note in notes)]), context))
         sys.exit(130)
     except Exception as error:
-        if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):
+        if context.obj or not (_out_of_memory(error) or _failed_import(error) or isinstance(error, (SparseLLMError, OSError))):
             raise
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         print_error(printable(f"{_error_text(error, context)}{notes}", 4 * MAX_MESSAGE), context)
@@ -203,6 +203,8 @@ def _error_text(error: Exception, context: typer.Context) -> str:
         advice = [f"{how} `{name}`" for name, how in LESS_MEMORY.items() if name in own]
         pass_less = f"Pass {' or '.join(advice)}, or use" if advice else "Use"
         return f"The device is out of memory. {pass_less} a device with more."
+    if failed := _failed_import(error):
+        return failed
     if isinstance(error, OSError) and _is_of_printing(error):
         return f"The result cannot be printed: {error.strerror}. What the command wrote to files is complete."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -210,6 +212,21 @@ def _error_text(error: Exception, context: typer.Context) -> str:
     if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:
         return f"{error.strerror}: {error.filename}." if error.filename else f"{error.strerror}."
     return str(error)
+
+
+def _failed_import(error: Exception) -> str | None:
+    """The message about a package that is missing, or that cannot be imported, such as torch without its libraries."""
+    if isinstance(error, SparseLLMError) or not isinstance(error, (ImportError, OSError)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    packages = [str(frame.f_globals["__name__"]).partition(".")[0] for frame in frames]
+    package = next((name for name in packages if name not in ("__main__", "sparsellm")), None)
+    if package is not None:
+        return f"{package} cannot be imported: {error}. Install what is missing, or {package} again."
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("sparsellm"):
+        missing = error.name.partition(".")[0]
+        return f"{missing} is not installed. Install sparsellm again, which brings it: pip install sparsellm"
+    return None
 
 
 def _is_of_printing(error: OSError) -> bool:

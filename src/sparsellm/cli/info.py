@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -173,7 +174,9 @@ def _chosen(speedup: float, of: str, *, used: bool) -> str:
 
 
 def _version(package: str) -> str | None:
-    """The installed version of a package."""
+    """The version of a package: of the one that is imported, or that would be; None if it is not installed."""
+    if (loaded := getattr(sys.modules.get(package), "__version__", None)) is not None:
+        return str(loaded)
     try:
         return version(package)
     except PackageNotFoundError:

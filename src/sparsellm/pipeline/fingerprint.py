@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,8 @@ DIGEST_THREADS = 8
 
 def environment(device: torch.device) -> dict[str, str]:
     """Versions and machine properties that a result may depend on."""
-    result = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
+    # Not what importlib.metadata finds, which after a broken update may be another version than the one that is imported.
+    result = {"sparsellm": __version__} | {package: str(import_module(package).__version__) for package in PACKAGES}
     if sparsegpt.has_kernel(device):
         result["column loop"] = sparsegpt.kernel_compiler()
     return result | {
