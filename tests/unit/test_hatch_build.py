@@ -74,6 +74,12 @@ def test_a_library_without_some_instruction_sets_is_loaded(build: ModuleType, fl
     assert Library(loaded).names[0] == "portable"
 
 
+def test_no_library_of_a_compiler_is_asked_for_the_instruction_sets() -> None:
+    """Zig's finds none. `processor.h` asks the processor."""
+    files = [file.name for file in native.LIBRARY.parent.glob("*.[ch]") if "__builtin_cpu_supports(" in file.read_text()]
+    assert not files
+
+
 @pytest.mark.skipif(shutil.which(ARM) is None, reason=f"needs {ARM}")
 def test_a_library_for_arm_has_every_function(tmp_path: Path) -> None:
     sources, functions = sorted(map(str, native.LIBRARY.parent.glob("*.c"))), mock.MagicMock()

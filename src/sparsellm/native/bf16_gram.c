@@ -21,11 +21,12 @@ EXPORT int sparsellm_width(void) { return WIDTH; }
 #if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE) && !defined(SPARSELLM_NARROW)
 #include <immintrin.h>
 
+#include "processor.h"
+
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 
 EXPORT int sparsellm_bf16_supported(void) {
-    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
+    return (processor_sets() & HAS_BF16) != 0;
 }
 
 static int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }

@@ -19,8 +19,9 @@
 #endif
 #if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE)
 #define X86 1
-#include <cpuid.h>
 #include <immintrin.h>
+
+#include "processor.h"
 #elif defined(__aarch64__) && !defined(SPARSELLM_PORTABLE)
 #define ARM 1
 #include <arm_neon.h>
@@ -159,18 +160,11 @@ EXPORT int sparsellm_instruction_sets(void) {
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) sets |= 1 << NEON_DOTPROD;
 #endif
 #elif defined(X86)
-    unsigned a, b, c, d, a1, b1, c1, d1, low, high;
-    if (!__get_cpuid(1, &a1, &b1, &c1, &d1) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return sets;
-    const unsigned basic = 1u << 12 | 1u << 23 | 1u << 27 | 1u << 28 | 1u << 29; /* fma popcnt osxsave avx f16c */
-    if ((c1 & basic) != basic) return sets;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    if ((low & 6) == 6 && b >> 5 & 1) sets |= 1 << AVX2;
+    int found = processor_sets();
+    if (found & HAS_AVX2) sets |= 1 << AVX2;
 #ifndef SPARSELLM_NARROW
-    const unsigned wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* avx512 f dq bw vl */
-    const unsigned bytes = 1u << 1 | 1u << 6 | 1u << 11;               /* vbmi vbmi2 vnni */
-    if ((low & 0xe6) != 0xe6 || (b & wide) != wide || (c & bytes) != bytes) return sets;
-    sets |= 1 << AVX512;
-    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) sets |= 1 << AVX512_BF16;
+    if (found & HAS_VNNI) sets |= 1 << AVX512;
+    if (found & HAS_VNNI && found & HAS_BF16) sets |= 1 << AVX512_BF16;
 #endif
 #endif
     return sets;

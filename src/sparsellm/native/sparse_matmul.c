@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "processor.h"
+
 #define EXPORT __attribute__((visibility("default")))
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -76,11 +78,10 @@ ADD_CHUNK(add_chunk_avx512, __attribute__((target("avx512f"))), Vector64)
 /* The one for this processor. */
 static AddChunk *add_chunk_here(void) {
 #if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE)
-    __builtin_cpu_init();
 #ifndef SPARSELLM_NARROW
-    if (__builtin_cpu_supports("avx512f")) return add_chunk_avx512;
+    if (processor_sets() & HAS_AVX512) return add_chunk_avx512;
 #endif
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return add_chunk_avx2;
+    if (processor_sets() & HAS_AVX2) return add_chunk_avx2;
 #endif
     return add_chunk;
 }
