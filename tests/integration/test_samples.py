@@ -36,6 +36,7 @@ PAPERS: dict[str, Any] = {"family": "llama"}
 def tokenizer(padded: bool = False) -> PreTrainedTokenizerFast:
     """A word is a token, its number the word's plus ten; the stream begins with <s>. At most eight tokens, it says."""
     vocabulary = {"<unk>": 0, "<s>": BOS, "<pad>": PAD} | {str(number): number + 10 for number in range(5000)}
+    vocabulary |= {f"<{number}>": number for number in range(3, 10)}  # tokenizers 0.22 warns of numbers without a token
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
