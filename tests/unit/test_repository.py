@@ -49,7 +49,7 @@ def test_workflows_call_what_is_there() -> None:
         called = [job["uses"] for job in content(workflow)["jobs"].values() if "uses" in job]
         missing += [f"{workflow.name}: {name}" for name in called if not (ROOT / name).is_file()]
     assert missing == []
-    assert scripts == {".ci/run", ".ci/oldest", "tests/all.sh", "dev/deploy_site.sh", "dev/release_notes.py"}
+    assert scripts == {".ci/run", ".ci/oldest", ".ci/newest", "tests/all.sh", "dev/deploy_site.sh", "dev/release_notes.py"}
 
 
 def test_workflows_may_only_read_unless_a_job_says_so() -> None:
