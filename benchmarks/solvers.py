@@ -73,11 +73,12 @@ def layers(model_name: str) -> Iterator[tuple[str, LayerProblem]]:
 
 
 def _curvatures(block: Block, inputs: Activations) -> dict[str, Tensor]:
-    """The readers' curvature as far as the feed-forward's output, on the dense model."""
+    """The readers' curvature as far as the feed-forward's output, all of whose errors count alike, on the dense model."""
     part = block.architecture.feed_forward
     assert part is not None
     seen = [captured.inputs[part.in_proj[0]] for captured in inputs.run(block, CaptureRequest([part.in_proj[0]]))]
-    return FeedForwardProblem(part, None, seen, seen).curvatures(weights_of(block, (*part.in_proj, part.out_proj)))
+    fisher = torch.eye(block.layer(part.out_proj).out_features)
+    return FeedForwardProblem(part, fisher, seen, seen).curvatures(weights_of(block, (*part.in_proj, part.out_proj)))
 
 
 def measure(models: list[str]) -> None:
@@ -152,6 +153,7 @@ def tables() -> list[str]:
     data = read_figures(FILE)
     cells = {(row["layer"], row["pattern"], row["solver"]): row for row in data["rows"]}
     layers = list(dict.fromkeys(row["layer"] for row in data["rows"]))
+    measured = {row["solver"] for row in data["rows"]}
     lines: list[str] = []
     for title, names in (
         ("Every output has the same weight", [name for name in layers if "curvature" not in name]),
@@ -161,7 +163,7 @@ def tables() -> list[str]:
         ),
     ):
         rows = []
-        for label in TRIED:
+        for label in filter(measured.__contains__, TRIED):
             ratios = []
             for pattern in PATTERNS:
                 pairs = [[max(cells[name, pattern, x]["error"], 1e-12) for x in (label, "alps")] for name in names]

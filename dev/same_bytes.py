@@ -177,15 +177,18 @@ def environment(tree: Path) -> dict[str, str]:
 
 
 def compare(here: dict[str, dict[str, str]], there: dict[str, dict[str, str]], revision: str) -> int:
-    """Print a line for each recipe; 1 where a tensor differs or a recipe is missing on either side."""
+    """Print a line for each recipe; 1 where a tensor differs, or a recipe of the other revision is missing here."""
     status = 0
     for name in sorted(here.keys() | there.keys()):
         first, second = here.get(name, {}), there.get(name, {})
         differing = sorted(tensor for tensor in first.keys() | second.keys() if first.get(tensor) != second.get(tensor))
-        if differing or not first:
+        if first and not second:
+            print(f"{name}: new")
+            continue
+        if differing:
             status = 1
         state = f"{len(differing)} of {len(first)} tensors differ, {differing[0]} first" if differing else "same bytes"
-        print(f"{name}: {state if first and second else 'missing on one side'}")
+        print(f"{name}: {state if first else 'missing'}")
     print(f"compared with {revision}: {'different' if status else 'the same'}")
     return status
 

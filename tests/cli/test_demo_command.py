@@ -11,6 +11,7 @@ import pytest
 from typer.testing import Result
 
 from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
+from sparsellm.pipeline.recipe_fields import METHODS
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.studies.demonstration import DemoRow
 from sparsellm.texts.samples import test_windows
@@ -25,7 +26,7 @@ def test_demo_compares_and_writes(
     command: Callable[..., Result],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The Llama form (README's commands run the other): seven methods, 80 % zeros each; one model written."""
+    """The Llama form (README's commands run the other): every method, 80 % zeros each; one model written."""
     if not bundled:
         monkeypatch.setattr("sparsellm.texts.demo.model_path", small_models.__getitem__)
     monkeypatch.setattr("sparsellm.studies.demonstration.SAMPLES", 4 if bundled else 1)
@@ -37,16 +38,7 @@ def test_demo_compares_and_writes(
     assert packed["model"] == data["output"] == str(tmp_path / "out")
     assert packed["disk_bytes"] < packed["memory_bytes"]["dense, torch"] / (2 if bundled else 1)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [row["method"] for row in rows] == [
-        "dense",
-        "magnitude",
-        "wanda",
-        "sparsegpt",
-        "fast-admm",
-        "alps",
-        "alps-accurate",
-        "sparsellm",
-    ]
+    assert [row["method"] for row in rows] == ["dense", *reversed(METHODS)]
     assert all(row["sparsity"] == pytest.approx(0.8, abs=1e-5 if bundled else 1e-4) for row in rows[1:])
     if bundled:
         assert all(row["perplexity"] > rows[0]["perplexity"] for row in rows[1:])

@@ -538,7 +538,7 @@ def test_errors_of_a_sweep_name_settings_as_it_was_started(
     def fail(*_: object, **__: object) -> None:
         raise TooLarge("Too large. Pass `batch_size=1`.")
 
-    monkeypatch.setattr("sparsellm.studies.sweep_runner.prune_run", fail)
+    monkeypatch.setattr("sparsellm.pipeline.run_set.prune_run", fail)
     file, out = tmp_path / "sweep.yaml", tmp_path / "sweep"
     recipe = {"model": str(loud["llama"]), "method": "magnitude"}
     file.write_text(yaml.safe_dump({"recipe": recipe, "axes": {"sparsity": ["50%", "60%"]}}), encoding="utf-8")
