@@ -16,8 +16,9 @@ TYPES = {"Names": "str | Sequence[str]"}
 IN_MEMORY = {"evaluate": "str | Path | Sequence[str | Path] | CalibrationData"}
 """Those of fields that take data in memory too."""
 
-NAMED = ("model", "calibration", "method", "sparsity", "pruned", "scope", "steps")
-"""Fields that `prune`, the first four, and `recover` name in their signatures; `scope` of `prune` is another field."""
+NAMED_BY_PRUNE = ("model", "calibration", "method", "sparsity")
+NAMED_BY_RECOVER = ("model", "calibration", "pruned", "scope", "steps")
+"""Fields that functions name in their signatures. `scope` of `prune` is another field than that of `recover`."""
 
 HEADER = '''"""Types of keywords of Python functions, for editors and type checkers. Written by docs/make_keyword_types.py."""
 
@@ -64,11 +65,11 @@ def source() -> str:
     """The file with the present fields."""
     classes, evaluated = read_fields()
     run, recipe, recovery = (classes[name] for name in ("RunFields", "RecipeFields", "RecoveryFields"))
-    shared = {name: kind for name, kind in run.items() if name not in NAMED}
-    prune_only = {"dtype": shared.pop("dtype")} | {name: kind for name, kind in recipe.items() if name not in NAMED[:4]}
+    shared = {name: kind for name, kind in run.items() if name not in NAMED_BY_PRUNE}
+    prune_only = {"dtype": shared.pop("dtype")} | {name: kind for name, kind in recipe.items() if name not in NAMED_BY_PRUNE}
     measured = {name: kind for name, kind in shared.items() if name in evaluated}
     further = {name: kind for name, kind in shared.items() if name not in evaluated}
-    recovery_only = {name: kind for name, kind in recovery.items() if name not in NAMED}
+    recovery_only = {name: kind for name, kind in recovery.items() if name not in NAMED_BY_RECOVER}
     text = HEADER
     text += typed_dictionary("MeasurementKeywords", "TypedDict", "Keywords of all functions that measure a model.", measured)
     dtype = {"dtype": run["dtype"]}

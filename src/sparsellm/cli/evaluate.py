@@ -26,6 +26,7 @@ from sparsellm.errors import plural
 from sparsellm.pipeline.recipe_fields import EVALUATION
 
 
+# Python alone has these two: options of the command line are frozen.
 @options.recipe_options(*EVALUATION, without=("architecture", "offload"), shown=("task",))
 def evaluate(
     context: typer.Context,

@@ -34,12 +34,12 @@ from sparsellm.pipeline.events import (
     combine_observers,
 )
 from sparsellm.pipeline.keyword_types import EvaluationKeywords
+from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.loading import check_runs, load_model, named_model, open_model
 from sparsellm.pipeline.measuring import measure_accuracies
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import EVALUATION
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.settings import recipe_keywords
 from sparsellm.pipeline.token_sequences import check_tokens, read_test, window_length
 from sparsellm.texts.in_memory import CalibrationData, Given, given_texts
 

@@ -14,6 +14,7 @@ from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
 from sparsellm.pipeline.keyword_types import PruneKeywords, RecoveryKeywords
+from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.loading import named_model
 from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields
@@ -24,7 +25,6 @@ from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_spar
 from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.settings import recipe_keywords
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.texts.in_memory import CalibrationData, Given, given_text, given_texts

@@ -17,12 +17,12 @@ from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.early_checks import check_results
 from sparsellm.pipeline.events import Observer, combine_observers
 from sparsellm.pipeline.keyword_types import PruneKeywords
+from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.output_folder import REPORT, WORK, check_place
 from sparsellm.pipeline.packed_card import record_speed, recordable
 from sparsellm.pipeline.recipe_fields import MethodName
 from sparsellm.pipeline.recipe_file import read_search
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.settings import recipe_keywords
 from sparsellm.pipeline.speed import measure_bench
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
