@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
 
 from sparsellm.peft import sparse_lora
+from sparsellm.training.fixed_masks import FixedMasks
 from tests.training import arguments, join_group, pruned_model, sequences, sharding_arguments
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -50,6 +51,7 @@ def in_process(rank: int, count: int, folder: Path) -> None:
         results[f"{family} ddp"] = adapter_of(train(adapted_model(family), settings))
         model = train(adapted_model(family), sharding_arguments(folder, **batch_size))
         assert isinstance(model, FSDPModule)
+        FixedMasks(model)  # which merges copies of the sharded layers, to see that they keep their zeros
         results[f"{family} fsdp"] = adapter_of(model)
     if rank == 0:
         for name, tensors in results.items():

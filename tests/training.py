@@ -51,6 +51,13 @@ def pruned_model(family: str = "llama", dtype: torch.dtype = torch.float32) -> P
     return model.eval()
 
 
+def loaded_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The same model, loaded from a folder to which it is written first."""
+    if not folder.exists():
+        pruned_model(family, dtype).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
 def zeros_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """The positions of the zeros of each pruned matrix."""
     masks = pruned_masks(model)

@@ -7,6 +7,8 @@ and s is its scale. The mask inside the product is that of Zimmer et al., PERP (
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, UnsupportedModel, first_line
-from sparsellm.training.fixed_masks import pruned_masks
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, first_line
+from sparsellm.training.fixed_masks import INITIAL, StoredMasks, check_supported, pruned_masks
 
 try:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -31,9 +33,6 @@ except ImportError:
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-INITIAL = (True, False, "gaussian")
-"""Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA and others change them."""
 
 
 def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> PeftModel:
@@ -65,18 +64,16 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
         raise InvalidSetting(f"An adapter is added to a model, got {type(model).__name__}. Load it with from_pretrained first.")
     if _is_sharded(model):
         raise InvalidSetting("The model is sharded already. Add the adapter first, and shard the result.")
-    if getattr(model, "is_quantized", False):
-        raise UnsupportedModel(
-            "Masks cannot be held in quantized or packed weights. Load the pruned model in a floating-point dtype; "
-            "`sparsellm unpack` turns a packed model back."
-        )
     if isinstance(model, PeftModel):
         raise InvalidSetting("The model has an adapter already: merge it, or pass the model without it.")
+    check_supported(model)
+    stored = StoredMasks(model)
+    stored.check(stored.lost())
     if isinstance(config, LoraConfig):
         if config.init_lora_weights not in INITIAL:
             raise InvalidSetting(
                 f"`init_lora_weights={config.init_lora_weights!r}` changes the pruned weights before training. "
-                "Pass True, False or 'gaussian'."
+                "Pass True, False, 'gaussian' or 'orthogonal'."
             )
         try:
             adapted = get_peft_model(model, config)
@@ -97,9 +94,15 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
 def merge(model: PeftModel) -> PreTrainedModel:
     r"""Merge the active adapters into the pruned weights; every zero stays.
 
-    An adapter that `sparse_lora` made is merged without loss: the merged model computes what the trained one does. An adapter
-    that was trained without masks, of any kind that PEFT can merge, loses what it adds to pruned weights. A warning says
-    how much that is.
+    The zeros are those of the folder that the model was loaded from, if it is there, and otherwise those of the weights below
+    the adapter. So zeros stay also under PiSSA and other adapters that change these weights as they are loaded.
+
+    In pruned layers, an adapter that `sparse_lora` made is merged without loss: the merged layer computes what the trained one
+    does, bit by bit. Other layers compute the same up to rounding, as PEFT merges them. An adapter that was trained without
+    masks, of any kind that PEFT can merge, loses what it adds to pruned weights. A warning says how much that is.
+
+    A weight that modules share, such as that of tied embeddings, is merged for each of them as it was trained. Where they then
+    differ they are no longer tied.
 
     Args:
         model: A pruned model with an adapter; its layers are merged in place.
@@ -111,7 +114,8 @@ def merge(model: PeftModel) -> PreTrainedModel:
         UserWarning: The masks remove part of the update, as a fraction of its squared Frobenius norm.
 
     Raises:
-        InvalidSetting: The adapter is merged already, or cannot be merged, or the model is sharded.
+        InvalidSetting: The adapter is merged already, or cannot be merged, or the model is sharded; a layer without adapter has
+            lost zeros of its folder; or there is no folder, and the adapter changed the weights as it was loaded.
         UnsupportedModel: The model is quantized or packed.
     """
     if not isinstance(model, PeftModel):
@@ -121,11 +125,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
             "The weights are sharded over processes. Save the adapter, and merge it in one process, "
             "after sparse_lora has loaded it."
         )
-    base = model.get_base_model()
-    if getattr(base, "is_quantized", False):
-        raise UnsupportedModel(
-            "Masks cannot be held in quantized or packed weights. Merge into the pruned model in floating point."
-        )
+    check_supported(model)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
     if not layers:
         raise InvalidSetting(
@@ -133,22 +133,36 @@ def merge(model: PeftModel) -> PreTrainedModel:
         )
     if any(layer.merged for layer in layers.values()):
         raise InvalidSetting("The adapter is merged already. Load the pruned model and the adapter again.")
+    stored = StoredMasks(model)
+    lost = stored.lost()
+    adapted = {id(parameter) for layer in layers.values() for parameter in layer.get_base_layer().parameters()}
+    stored.check({name: count for name, count in lost.items() if id(stored.parameters[name]) not in adapted})
+    if filled := [name for name, layer in layers.items() if type(layer) in MASKED.values() and _zeros(layer) < layer.zeros]:
+        raise InvalidSetting(f"{filled[0]} has lost zeros since sparse_lora. Load the pruned model and the adapter again.")
     if changed := _copies_without_zeros(model):
         raise InvalidSetting(f"The trained copy of {changed} has lost zeros: train it with sparsellm.SparsityCallback.")
-    removed = {name: _merge_layer(layer) for name, layer in layers.items()}
-    lost, total = (sum(part) for part in zip(*removed.values(), strict=True))
-    if lost > 0:
+    before: dict[int, Callable[[Tensor], Tensor]] = {
+        id(parameter): stored.read if name in lost else Tensor.clone for name, parameter in stored.parameters.items()
+    }
+    with _untied(model, list(layers.values()), before):
+        removed = {name: _merge_layer(name, layer, before) for name, layer in layers.items()}
+    outside, total = (sum(part) for part in zip(*removed.values(), strict=True))
+    if outside > 0:
         worst = max(removed, key=lambda name: removed[name][0] / (removed[name][1] or 1))
         share = removed[worst][0] / removed[worst][1]
         warnings.warn(
-            f"The adapter was not trained with the masks: they remove {lost / total:.1%} of the squared norm of its update, at "
-            f"most {share:.1%}, in {worst}. Evaluate the merged model, or train the adapter with sparsellm.peft.sparse_lora.",
+            f"The adapter was not trained with the masks: they remove {outside / total:.1%} of the squared norm of its update, "
+            f"at most {share:.1%}, in {worst}. Evaluate the merged model, or train the adapter with sparse_lora.",
             stacklevel=2,
         )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All adapters are already merged")
-        merged: PreTrainedModel = model.merge_and_unload()
+    for layer in layers.values():
+        layer.merge = _merged_already
+    merged: PreTrainedModel = model.merge_and_unload()
     return merged
+
+
+def _merged_already(*_: object, **__: object) -> None:
+    """Takes the place of a layer's `merge`, which some kinds of adapters would run twice."""
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -156,13 +170,10 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def _weight(layer: BaseTunerLayer) -> Tensor | None:
-    """The parameter that an adapter changes; None for an embedding, which is not pruned."""
-    if isinstance(layer, lora.ParamWrapper):
-        parameter: Tensor = layer.get_param()
-        return parameter
-    base = layer.get_base_layer()
-    return None if isinstance(base, nn.Embedding) else getattr(base, "weight", None)
+def _zeros(layer: lora.LoraLayer) -> int:
+    """Number of zeros of the parameter that a LoRA adapter changes."""
+    weight = layer.get_param() if isinstance(layer, lora.ParamWrapper) else getattr(layer.get_base_layer(), "weight", None)
+    return 0 if weight is None else int((weight == 0).sum())
 
 
 def _mask_layers(model: PeftModel) -> str | None:
@@ -171,30 +182,70 @@ def _mask_layers(model: PeftModel) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper) and pruned_masks(module.original_module):
             return f"`modules_to_save` would train a dense copy of {name}, which was pruned. Name it in `target_modules`."
-        if not isinstance(module, lora.LoraLayer) or (weight := _weight(module)) is None or not bool((weight == 0).any()):
+        base = module.get_base_layer() if isinstance(module, lora.LoraLayer) else None
+        if base is None or isinstance(base, nn.Embedding) or not (zeros := _zeros(module)):
             continue
         if module.lora_variant:
             return "Masks are held for plain LoRA only, not for DoRA and other variants: leave out their settings."
         if type(module) not in MASKED:
             return f"Masks are held in linear layers and experts, but {name} is a {type(module).__name__}. Do not target it."
-        module.__class__ = MASKED[type(module)]
+        module.__class__, module.zeros = MASKED[type(module)], zeros
         masked += 1
     return None if masked else "None of the targeted layers has zeros to keep. Target pruned layers, or use PEFT alone."
 
 
 @torch.no_grad()
-def _merge_layer(layer: BaseTunerLayer) -> tuple[float, float]:
-    """Merge a layer's adapters with its mask; the squared norms of what the mask removes, and of the whole update."""
-    weight = _weight(layer)
-    if weight is None:
+def _merge_layer(path: str, layer: BaseTunerLayer, before: Mapping[int, Callable[[Tensor], Tensor]]) -> tuple[float, float]:
+    """Merge a layer's adapters with its masks; the squared norms of what the masks remove, and of the whole update.
+
+    Args:
+        before: By the id of a parameter, the function that returns its pruned weights.
+    """
+    parameters = dict(layer.get_base_layer().named_parameters())
+    pruned = {name: before[id(x)](x) for name, x in parameters.items() if id(x) in before}
+    try:
         layer.merge()
-        return 0.0, 0.0
-    before = weight.clone()
-    layer.merge()
-    pruned = before == 0
-    update = weight.float() - before.float()
-    weight.masked_fill_(pruned, 0)  # after rounding to the dtype
-    return float(update[pruned].square().sum()), float(update.square().sum())
+    except (RuntimeError, ValueError) as error:
+        kind = type(layer).__name__
+        raise InvalidSetting(f"The adapter of {path}, a {kind}, cannot be merged ({first_line(error)}).") from error
+    outside = total = 0.0
+    for name, old in pruned.items():
+        weight = layer.get_base_layer().get_parameter(name)
+        update = weight.float() - old.float()
+        weight.masked_fill_(old == 0, 0)  # after rounding to the dtype
+        outside, total = outside + float(update[old == 0].square().sum()), total + float(update.square().sum())
+    return outside, total
+
+
+@contextmanager
+def _untied(
+    model: nn.Module, layers: Sequence[BaseTunerLayer], before: dict[int, Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
+    """Context in which modules that share an adapted parameter have one each.
+
+    Afterwards they share it again if they are equal, or are the same up to rounding, since the adapters share their factors.
+    """
+    adapters = {id(layer.get_base_layer()): layer for layer in layers}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    shared = [found for found in owners.values() if len(found) > 1 and any(id(module) in adapters for module, _ in found)]
+    for (module, name), *others in shared:
+        for other, its_name in others:
+            other._parameters[its_name] = copy = nn.Parameter(module.get_parameter(name).detach().clone(), requires_grad=False)
+            if function := before.get(id(module.get_parameter(name))):
+                before[id(copy)] = function
+    yield
+    for (module, name), *others in shared:
+        for other, its_name in others:
+            pair = [adapters[id(part)].parameters() for part in (module, other) if id(part) in adapters]
+            memory = [{factor.untyped_storage().data_ptr() for factor in factors} for factors in pair]
+            if (len(memory) == 2 and memory[0] & memory[1]) or torch.equal(
+                module.get_parameter(name), other.get_parameter(its_name)
+            ):
+                other._parameters[its_name] = module.get_parameter(name)
 
 
 def _copies_without_zeros(model: PeftModel) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import prune
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.training.fixed_masks import DEEPSPEED, FixedMasks, pruned_masks
 from tests.conftest import byte_tokenizer
-from tests.training import arguments, kept_zeros, pruned_model, same_zeros, token_batches, train, zeros_of
+from tests.training import arguments, kept_zeros, loaded_model, pruned_model, same_zeros, token_batches, train, zeros_of
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -171,6 +172,101 @@ def test_models_without_zeros_and_weights_that_others_hold_are_refused() -> None
     with pytest.raises(UnsupportedModel) as caught:
         FixedMasks(dense)
     assert str(caught.value) == DEEPSPEED
+
+
+PARAMETERS = {
+    "llama": "model.layers.0.self_attn.o_proj.weight",
+    "gpt2": "transformer.h.0.mlp.c_proj.weight",
+    "mixtral": "model.layers.0.mlp.experts.gate_up_proj",
+}
+
+
+@pytest.mark.parametrize("family", PARAMETERS)
+def test_zeros_of_the_folder_that_are_gone_are_noticed(family: str, tmp_path: Path) -> None:
+    """All of a matrix, or one; also in what wraps the model. More zeros than in the folder are the model's own."""
+    name, model = PARAMETERS[family], loaded_model(tmp_path / "pruned", family)
+    state = torch.get_rng_state()
+    FixedMasks(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    for count in (1, None):
+        model = loaded_model(tmp_path / "pruned", family)
+        weight = model.get_parameter(name).data.view(-1)
+        weight[(weight == 0).nonzero()[:count]] = 1.0
+        for seen in (model, nn.ModuleDict({"policy": model})):
+            with pytest.raises(InvalidSetting, match=rf"lost {count or ''}.*pruned.* (policy\.)?{name}"):
+                FixedMasks(seen)
+        with pytest.raises(InvalidSetting, match="lost"):
+            train(model, arguments(tmp_path))
+        model.name_or_path = ""
+        FixedMasks(model)
+    model = loaded_model(tmp_path / "pruned", family)
+    model.get_parameter(name).data.view(-1)[:4] = 0
+    FixedMasks(model)
+
+
+def test_a_model_is_compared_with_what_it_was_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without its head, in another dtype, resized, in the hub's cache, and not where the folder is gone."""
+    folder = tmp_path / "pruned"
+
+    def changed(model: PreTrainedModel) -> PreTrainedModel:
+        next(layer for layer in model.modules() if isinstance(layer, nn.Linear)).weight.data += 0.1
+        return model
+
+    for model in (loaded_model(folder), AutoModel.from_pretrained(folder), loaded_model(folder).bfloat16()):
+        FixedMasks(model)
+        with pytest.raises(InvalidSetting, match="has lost"):
+            FixedMasks(changed(model))
+    model = loaded_model(folder)
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(20, 16))
+    with pytest.raises(InvalidSetting, match=r"up_proj\.weight is \(20, 16\), but \(24, 16\) in .*pruned"):
+        FixedMasks(model)
+    cache = tmp_path / "hub" / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0" * 40)
+    (cache / "snapshots").mkdir()
+    folder.rename(cache / "snapshots" / ("0" * 40))
+    model = changed(loaded_model(cache / "snapshots" / ("0" * 40)))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, told in (("some/model", True), ("some/other", False), (str(folder), False), ("", False)):
+        model.name_or_path = name
+        with pytest.raises(InvalidSetting, match="some/model") if told else nullcontext():
+            FixedMasks(model)
+
+
+def test_a_model_that_was_pruned_in_memory_has_zeros_of_its_own(tmp_path: Path) -> None:
+    """Some of the folder's are gone: of four zeros in a row, 2:4 keeps two, which are updated."""
+    model = pruned_model()
+    for weight in (model.get_parameter(name).data for name in zeros_of(model)):
+        weight.add_(0.1 * torch.randn_like(weight))[:, 8:12] = 0
+    zeros = zeros_of(model)
+    model.save_pretrained(tmp_path)
+    settings = {"sparsity": "2:4", "calibration": torch.randint(96, (4, 16))}
+    sparsellm.prune(loaded := loaded_model(tmp_path), "sparsegpt", **settings)
+    for result in (loaded, sparsellm.prune(tmp_path, "sparsegpt", **settings).model):
+        assert not kept_zeros(zeros, result)
+        FixedMasks(result)
+
+
+class Packed(nn.Linear):
+    """A layer whose weight holds integers, as those of bitsandbytes do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def test_packed_and_quantized_models_are_refused(tmp_path: Path) -> None:
+    """By what their layers hold; a packed model becomes one with weights again."""
+    loaded_model(tmp_path / "pruned")
+    byte_tokenizer().save_pretrained(tmp_path / "pruned")
+    sparsellm.pack(tmp_path / "pruned", tmp_path / "packed", allow_dense=True)
+    packed = sparsellm.load(tmp_path / "packed")
+    dynamic = torch.ao.nn.quantized.dynamic.Linear(4, 4)
+    for model in (packed, nn.Sequential(nn.Linear(4, 4), dynamic), nn.Sequential(nn.Linear(4, 4), Packed())):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+        with pytest.raises(UnsupportedModel, match="sparsellm unpack"), sparsellm.fixed_masks(model, optimizer):
+            pass
+    FixedMasks(packed.dequantize())
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("mixtral", torch.float32), ("gpt2", torch.float32)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,10 +18,12 @@ import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.training.fixed_masks import FixedMasks
 from tests.conftest import byte_tokenizer
-from tests.training import arguments, kept_zeros, pruned_model, same_zeros, sequences, token_batches, zeros_of
+from tests.training import arguments, kept_zeros, loaded_model, pruned_model, same_zeros, sequences, token_batches, zeros_of
 
 pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'sparsellm[train]'")
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+import peft
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import Trainer
 
 from sparsellm.peft import merge, sparse_lora
@@ -301,14 +304,156 @@ def test_what_is_no_model_or_no_adapter_is_told() -> None:
         merge(pruned_model())
 
 
-def test_masks_are_not_held_under_an_adapter_that_fills_them() -> None:
-    """PEFT's own adapter leaves the weights below it; merged, it fills their zeros."""
-    settings = LoraConfig(target_modules=["q_proj"])
-    for model in (get_peft_model(pruned_model(), settings), sparse_lora(pruned_model(), settings)):
-        masked = type(model.get_base_model().model.layers[0].self_attn.q_proj).__name__ == "SparseLinear"
-        told = nullcontext() if masked else pytest.raises(InvalidSetting, match=r"q_proj adds to pruned weights.*sparse_lora")
-        with told:
-            FixedMasks(model)
+class Delta(nn.Module, BaseTunerLayer):
+    """An adapter of a kind that PEFT does not have: it adds, or scales the whole weight, and may not be merged."""
+
+    adapter_layer_names = ("delta",)
+
+    def __init__(self, base_layer: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.base_layer, self.kind = base_layer, kind
+        self.delta = nn.ParameterDict({"default": nn.Parameter(torch.zeros_like(base_layer.weight))})
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        if self.kind == "unmerged":
+            raise NotImplementedError
+        weight, delta = self.base_layer.weight.data, self.delta["default"]
+        weight.add_(delta if self.kind == "adds" else weight * delta)
+
+
+Q = {"target_modules": ["q_proj"]}
+ADAPTERS: dict[str, tuple[PeftConfig | str, bool]] = {
+    "LoRA": (LoraConfig(**Q), False),
+    "DoRA": (LoraConfig(**Q, use_dora=True), False),
+    "experts": (LoraConfig(target_parameters=["mlp.up_proj.weight"]), False),
+    "AdaLoRA": (peft.AdaLoraConfig(**Q, total_step=10), False),
+    "LoHa": (peft.LoHaConfig(**Q), False),
+    "LoKr": (peft.LoKrConfig(**Q), False),
+    "OFT": (peft.OFTConfig(**Q, r=0, oft_block_size=4), False),
+    "BOFT": (peft.BOFTConfig(**Q, boft_block_size=4), False),
+    "VeRA": (peft.VeraConfig(**Q, r=4), False),
+    "HRA": (peft.HRAConfig(**Q), False),
+    "FourierFT": (peft.FourierFTConfig(**Q, n_frequency=20), False),
+    "RandLora": (peft.RandLoraConfig(**Q, r=4), False),
+    "MiSS": (peft.MissConfig(**Q, r=4), False),
+    "SHiRA": (peft.ShiraConfig(**Q, r=2), False),
+    "layers that PEFT trains as a copy": (peft.LNTuningConfig(**Q), False),
+    "IA3": (IA3Config(**Q, feedforward_modules=[]), True),
+    "norms": (peft.LNTuningConfig(target_modules=["input_layernorm"]), True),
+    "tokens": (peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[1]), True),
+    "an embedding": (LoraConfig(target_modules=["embed_tokens"]), True),
+    "a whole layer": (LoraConfig(target_modules=["embed_tokens"], modules_to_save=["o_proj"]), True),
+    "prompts": (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), True),
+    "an unknown kind that adds": ("adds", False),
+    "an unknown kind without a merge": ("unmerged", False),
+    "an unknown kind that scales": ("scales", True),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_masks_are_held_under_adapters_that_keep_them(name: str) -> None:
+    """Whatever the kind; training under others leaves the weights below them, and a merge fills their zeros."""
+    config, accepted = ADAPTERS[name]
+    model = pruned_model()
+    if isinstance(config, str):
+        model.model.layers[1].self_attn.q_proj = Delta(model.model.layers[1].self_attn.q_proj, config)
+    else:
+        model = get_peft_model(model, config)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with nullcontext() if accepted else pytest.raises(InvalidSetting, match=r"_proj adds to pruned weights.*sparse_lora"):
+        FixedMasks(model)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_masks_are_held_under_a_masked_adapter(family: str) -> None:
+    """Also under a second adapter of the same linear layers."""
+    model = sparse_lora(pruned_model(family), config(family))
+    FixedMasks(model)
+    if family != "mixtral":  # PEFT does not add a second one to experts
+        model.add_adapter("second", config(family))
+        FixedMasks(model)
+
+
+@pytest.mark.parametrize(
+    ("init", "changes"), [("pissa", True), ("pissa_niter_2", True), ("olora", True), ("orthogonal", False)]
+)
+def test_zeros_are_those_of_the_folder_where_an_adapter_changed_the_weights(init: str, changes: bool, tmp_path: Path) -> None:
+    """The merged weights are those that PEFT merges, with the folder's masks; without the folder it is refused."""
+    zeros = zeros_of(model := loaded_model(tmp_path / "pruned"))
+    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    trained(get_peft_model(model, settings)).save_pretrained(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(loaded_model(tmp_path / "pruned"), tmp_path / "adapter")
+    dense, nameless = copy.deepcopy(model).merge_and_unload().state_dict(), copy.deepcopy(model)
+    with pytest.raises(InvalidSetting, match=r"has lost .*pruned" if changes else "adds to pruned"):
+        FixedMasks(model)
+    with pytest.warns(UserWarning, match="was not trained with the masks"):
+        merged = merge(model)
+    for key, tensor in merged.state_dict().items():
+        assert torch.equal(tensor, dense[key].masked_fill(zeros[key], 0) if key in zeros else dense[key]), key
+    nameless.get_base_model().name_or_path = ""
+    for call in (FixedMasks, merge) if changes else ():
+        with pytest.raises(InvalidSetting, match=init):
+            call(nameless)
+
+
+def test_a_base_that_was_changed_by_hand_is_refused_or_masked(tmp_path: Path) -> None:
+    """Below the adapter the zeros of the folder come back, with a warning; elsewhere nothing says what the change is."""
+
+    def changed(model: nn.Module, name: str) -> Any:
+        next(module for path, module in model.named_modules() if path.endswith(name)).weight.data.add_(0.1)
+        return model
+
+    zeros = zeros_of(loaded_model(tmp_path / "pruned"))
+    with pytest.warns(UserWarning, match="they remove .*, in .*q_proj"):
+        merged = merge(changed(trained(get_peft_model(loaded_model(tmp_path / "pruned"), LORA)), "q_proj.base_layer"))
+    assert kept_zeros(zeros, merged)
+    for call in (merge, sparse_lora):
+        adapted = get_peft_model if call is merge else lambda model, _: model
+        with pytest.raises(InvalidSetting, match=r"lost .*o_proj"):
+            call(changed(adapted(loaded_model(tmp_path / "pruned"), LORA), "o_proj"), *(() if call is merge else (LORA,)))
+    for model in (pruned_model(), loaded_model(tmp_path / "pruned")):
+        with pytest.raises(InvalidSetting, match=r"mlp\.down_proj has lost zeros since"):
+            merge(changed(sparse_lora(model, LORA), "down_proj.base_layer"))
+
+
+def test_kinds_that_merge_twice_or_not_at_all() -> None:
+    """PEFT merges each layer again as it removes the adapters, and OSF does not know that it has been."""
+    zeros = zeros_of(pruned_model())
+    model = get_peft_model(pruned_model(), peft.OSFConfig(**Q))
+    for part in model.parameters():
+        part.data.mul_(1.1 if part.requires_grad else 1)
+    with pytest.warns(UserWarning, match="masks"):
+        assert same_zeros(zeros, zeros_of(merge(model)))
+    with pytest.raises(InvalidSetting, match=r"q_proj.*cannot be merged"):
+        merge(get_peft_model(pruned_model(), peft.PolyConfig(**Q, n_tasks=1, task_type="CAUSAL_LM")))
+
+
+TIED: dict[str, tuple[dict[str, Any], bool]] = {
+    "the embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+    "the head": ({"target_modules": ["q_proj", "lm_head"]}, False),
+    "both": ({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, True),
+    "tokens": ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, True),
+    "neither": ({"target_modules": ["q_proj"]}, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*tie")
+@pytest.mark.parametrize("case", TIED)
+def test_tied_embeddings_are_merged_as_they_were_trained(case: str, tmp_path: Path) -> None:
+    """An adapter of one of them leaves the other as it is, so that they are no longer tied, also once saved and loaded."""
+    settings, tied = TIED[case]
+    model = sparse_lora(pruned_model(), LoraConfig(r=4, **settings)).eval()
+    with torch.no_grad():
+        for part in model.parameters():
+            part.add_(torch.randn_like(part) * 0.1 * part.requires_grad)
+    expected = logits(model)
+    merged = merge(model)
+    merged.save_pretrained(tmp_path)
+    for result in (merged, AutoModelForCausalLM.from_pretrained(tmp_path).eval()):
+        torch.testing.assert_close(logits(result), expected)
+        assert (result.lm_head.weight is result.model.embed_tokens.weight) is tied
+        assert result.config.tie_word_embeddings is tied
 
 
 def other_width() -> PreTrainedModel:

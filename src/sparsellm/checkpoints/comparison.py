@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.files import check_files
+from sparsellm.checkpoints.configuration import silence_transformers
+from sparsellm.checkpoints.documents import CONFIG_FILE
+from sparsellm.checkpoints.files import SHARDS, check_files, is_hub_name
 from sparsellm.checkpoints.headers import read_headers, read_pickle
 from sparsellm.checkpoints.stored_form import is_added_bias, is_computed
 from sparsellm.checkpoints.tensor_index import (
@@ -26,6 +30,7 @@ from sparsellm.checkpoints.tensor_index import (
 from sparsellm.errors import dtype_name
 from sparsellm.models.blocks import Block
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +70,23 @@ class StoredTensors:
             for file in files:
                 pickled = file.suffix != ".safetensors"
                 self.files |= read_pickle(file) if pickled else {key: TensorLocation(file, key) for key in read_headers(file)}
+
+    @classmethod
+    def of_source(cls, model: PreTrainedModel) -> StoredTensors | None:
+        """The tensors of the folder, or of the hub's cache, that a model in memory was loaded from; None if it is not there."""
+        from huggingface_hub import try_to_load_from_cache
+
+        name, folder = str(model.name_or_path or ""), local_path(str(model.name_or_path))
+        if name and not folder.is_dir() and is_hub_name(name):
+            with suppress(ValueError):  # not a name that a hub has
+                cached = try_to_load_from_cache(name, CONFIG_FILE, revision=getattr(model.config, "_commit_hash", None))
+                folder = Path(cached).parent if isinstance(cached, str) else folder
+        if not name or not any((folder / shard).is_file() for shard in SHARDS):
+            return None
+        with torch.device("meta"), silence_transformers():
+            skeleton = type(model)(copy.deepcopy(model.config))  # the model itself may have the names of adapters
+        skeleton.tie_weights()
+        return cls(folder, skeleton)
 
     def __getitem__(self, key: str) -> Tensor:
         return self.read(key)

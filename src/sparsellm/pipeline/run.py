@@ -228,6 +228,7 @@ class Run(Generic[P]):
                 "dtype": str(loaded.model.dtype),
                 "computed_in": str(dtype),
             }
+            loaded.model.name_or_path = ""  # the folder no longer says where its zeros are
             try:
                 change(loaded, split_batches(windows, batch) if windows.numel() else ())
                 return loaded

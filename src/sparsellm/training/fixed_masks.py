@@ -6,6 +6,9 @@ where a weight is zero; those are True where it is kept.
 
 from __future__ import annotations
 
+import copy
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,16 +17,30 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import TrainerCallback
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel, TrainerCallback
 
+from sparsellm.checkpoints.comparison import StoredTensors
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of a parameter's name that DDP, torch.compile and activation checkpointing add."""
+
+INSERTED = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.)")
+"""Parts of a parameter's name that PEFT adds: around the weight of a layer with an adapter, and to a trained copy of it."""
+
+INITIAL = (True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA and others change them."""
+
+SINCE = (
+    "Load it again, and let nothing change its weights before. If it was pruned since then, let it be known as another model: "
+    '`model.name_or_path = ""`.'
+)
+"""What to do about a model that is not what its folder says."""
 
 DEEPSPEED = (
     "The masks cannot be held under DeepSpeed, which keeps the weights in copies of its own. Train with DDP or with FSDP, "
@@ -32,23 +49,89 @@ DEEPSPEED = (
 """Message for every kind of training under DeepSpeed."""
 
 
-def pruned_masks(model: nn.Module) -> dict[str, Tensor]:
-    """Find the pruned weights of a model: the zeros of its matrices.
+def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The matrices of a model by name, without embeddings and output heads tied to them: their zeros are padding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = {_unwrapped(name): parameter for name, parameter in model.named_parameters() if id(parameter) not in embeddings}
+    return {name: parameter for name, parameter in found.items() if parameter.ndim >= 2 and parameter.is_floating_point()}
 
-    Embeddings, and output heads tied to them, are not pruned; their zeros are padding. A matrix of zeros alone, such as B of
-    LoRA before training, is not pruned either.
+
+def pruned_masks(model: nn.Module) -> dict[str, Tensor]:
+    """Find the pruned weights of a model: the zeros of its `matrices`.
+
+    A matrix of zeros alone, such as B of LoRA before training, is not pruned.
 
     Returns:
         By the name of the parameter, a mask of its shape, True where a weight is pruned; only parameters with zeros.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    masks = {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and parameter.is_floating_point() and id(parameter) not in embeddings:
-            mask = parameter.detach() == 0
-            if 0 < _count(mask) < mask.numel():
-                masks[_unwrapped(name)] = mask
-    return masks
+    found = matrices(model).items()
+    return {name: mask for name, weight in found if 0 < _count(mask := weight.detach() == 0) < mask.numel()}
+
+
+class StoredMasks:
+    """The zeros of a model's matrices as its folder has them, from which it was loaded: weights may have changed since then.
+
+    A model that was built or pruned in memory has no folder, and its zeros are what they are. `sparsellm.prune` empties its
+    `name_or_path`. Cost: `lost` reads the folder once, a tensor at a time.
+
+    Raises:
+        InvalidSetting: There is no folder, and an adapter may have changed the weights as it was added.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = matrices(model)
+        self._places: dict[int, tuple[StoredTensors, str]] = {}
+        self._folders: list[str] = []
+        seen: set[int] = set()
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and id(part) not in seen:
+                seen |= {id(module) for module in part.modules()}
+                self._locate(part)
+        configs = [] if self._folders else [vars(module).get("peft_config") for module in model.modules()]
+        for config in [config for found in configs if isinstance(found, Mapping) for config in found.values()]:
+            if (init := getattr(config, "init_lora_weights", True)) not in INITIAL:
+                raise InvalidSetting(
+                    f"`init_lora_weights={init!r}` changes the weights as the adapter is added, and no folder says which of "
+                    "them were pruned. Save the pruned model, load it, and add the adapter to that."
+                )
+
+    def _locate(self, model: PreTrainedModel) -> None:
+        """Find the tensors of the model's folder."""
+        if stored := StoredTensors.of_source(model):
+            self._folders.append(str(model.name_or_path))
+            keys = {_unwrapped(stored.one_name(key)): key for key in stored.files}
+            for name, parameter in model.named_parameters():
+                if key := keys.get(_unwrapped(stored.one_name(INSERTED.sub("", name)))):
+                    self._places[id(parameter)] = stored, key
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """The stored tensor of a parameter, on its device."""
+        stored, key = self._places[id(parameter)]
+        return stored.read(key, parameter.dtype).to(parameter.device)
+
+    @torch.no_grad()
+    def lost(self) -> dict[str, int]:
+        """How many zeros of the folder are other numbers in the model, by the name of the parameter, where there are any."""
+        lost: dict[str, int] = {}
+        for name, parameter in self.parameters.items():
+            stored = self.read(parameter) if id(parameter) in self._places else torch.ones(())
+            if not 0 < _count(stored == 0) < stored.numel():
+                continue
+            if stored.shape != parameter.shape:
+                shapes = f"{tuple(parameter.shape)}, but {tuple(stored.shape)} in {self._folders[0]}"
+                raise InvalidSetting(f"{name} is {shapes}, the folder that the model was loaded from. {SINCE}")
+            if count := _count(_sharded_like(stored == 0, parameter) & (parameter != 0)):
+                lost[name] = count
+        return lost
+
+    def check(self, lost: Mapping[str, int]) -> None:
+        """Raise InvalidSetting if zeros are lost."""
+        if lost:
+            worst = max(lost, key=lost.__getitem__)
+            raise InvalidSetting(
+                f"The model has lost {sum(lost.values())} zeros of the folder that it was loaded from, {self._folders[0]}, "
+                f"{lost[worst]} of them in {worst}. {SINCE}"
+            )
 
 
 class FixedMasks:
@@ -64,29 +147,32 @@ class FixedMasks:
         model: The pruned model, before or after DDP, FSDP2 or torch.compile wrap it.
 
     Raises:
-        InvalidSetting: The model has no zeros, or other zeros in another process, or an adapter that adds to pruned weights.
-        UnsupportedModel: The parameters are held by DeepSpeed or by version 1 of FSDP.
+        InvalidSetting: The model has no zeros, or has lost some of its folder's, or has other zeros in another process, or an
+            adapter that adds to pruned weights.
+        UnsupportedModel: The parameters are quantized or packed, or held by DeepSpeed or by version 1 of FSDP.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        _check_supported(model)
+        check_supported(model)
         self._masks = pruned_masks(model)
         self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}  # with the mask of this process's shard
         self._hooks: list[Any] = []
-        if not self._masks:
-            raise InvalidSetting("The model has no zeros to keep: none of its layers was pruned. Prune the model first.")
-        _check_adapters(model, self._masks)
         counts = {name: _count(mask) for name, mask in self._masks.items()}
         if any(other != counts for other in collectives.all_gather_object(counts)):
             raise InvalidSetting(
                 "The processes hold models with different zeros, or some hold none. Load the pruned model in every process: "
                 "with FSDP, set `cpu_ram_efficient_loading=False`."
             )
+        stored = StoredMasks(model)
+        stored.check(stored.lost())
+        if not self._masks:
+            raise InvalidSetting("The model has no zeros to keep: none of its layers was pruned. Prune the model first.")
+        _check_adapters(model, self._masks)
 
     def attach(self, model: nn.Module) -> None:
         """Begin to hold the masks in a model that training may have wrapped or sharded since they were found."""
         self.detach()
-        _check_supported(model)
+        check_supported(model)
         parameters = {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
         if missing := sorted(self._masks.keys() - parameters.keys()):
             raise InvalidSetting(f"The trained model is not the one that the masks are of: it has no parameter {missing[0]}.")
@@ -151,8 +237,8 @@ def fixed_masks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         The masks, whose `apply` restores the zeros at any other time.
 
     Raises:
-        InvalidSetting: The model has no zeros, or an adapter that adds to pruned weights.
-        UnsupportedModel: The parameters are held by DeepSpeed or by version 1 of FSDP.
+        InvalidSetting: The model has no zeros, or has lost some of its folder's, or an adapter that adds to pruned weights.
+        UnsupportedModel: The parameters are quantized or packed, or held by DeepSpeed or by version 1 of FSDP.
         VerificationFailed: A zero was lost.
     """
     masks = FixedMasks(model)
@@ -179,8 +265,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
     Memory: one byte for each weight of the matrices that have zeros.
 
     Raises:
-        InvalidSetting: The model has no zeros, or an adapter that adds to pruned weights.
-        UnsupportedModel: The training uses DeepSpeed or version 1 of FSDP.
+        InvalidSetting: The model has no zeros, or has lost some of its folder's, or an adapter that adds to pruned weights.
+        UnsupportedModel: The model is quantized or packed, or the training uses DeepSpeed or version 1 of FSDP.
         VerificationFailed: A zero was lost.
     """
 
@@ -212,8 +298,8 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
             self._masks.detach()
 
 
-def _check_supported(model: nn.Module) -> None:
-    """Refuse models whose parameters are not the tensors that an optimizer updates."""
+def check_supported(model: nn.Module) -> None:
+    """Refuse models whose parameters are not the tensors that an optimizer updates, or not in a floating-point dtype."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UnsupportedModel(DEEPSPEED)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -221,17 +307,60 @@ def _check_supported(model: nn.Module) -> None:
             "The masks cannot be held under version 1 of FSDP, which concatenates the weights. Use version 2, "
             "which is the default of `fsdp` in training arguments, or torch's fully_shard."
         )
+    sized = ((name, module) for name, module in model.named_modules() if isinstance(getattr(module, "in_features", None), int))
+    layers = [name for name, module in sized if not any(map(_is_plain, module.parameters()))]
+    if layers or any(getattr(module, "is_quantized", False) is True for module in model.modules()):
+        raise UnsupportedModel(
+            f"Masks cannot be held in quantized or packed weights{f', such as those of {layers[0]}' if layers else ''}. "
+            "Load the pruned model in a floating-point dtype; `sparsellm unpack` turns a packed model back."
+        )
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix of floating-point numbers, and not a tensor class that stores them otherwise."""
+    plain = isinstance(parameter, DTensor) or not is_traceable_wrapper_subclass(parameter.data)
+    return plain and parameter.is_floating_point() and parameter.ndim >= 2
 
 
 def _check_adapters(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Refuse adapters of PEFT that add to pruned weights: the weights below them stay, but merging would fill their zeros."""
-    for name, module in model.named_modules():
-        ordinary = hasattr(module, "lora_A") and type(module).__module__.startswith("peft.")
-        if ordinary and any(mask.startswith(f"{_unwrapped(name)}.base_layer.") for mask in masks):
+    """Refuse layers of PEFT whose adapters add to pruned weights: the weights below stay, but merging would fill their zeros.
+
+    Whatever the kind of the adapter: merged into a copy of the layer it must keep the zeros.
+    """
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # imported by whoever has added an adapter
+    for path, layer in model.named_modules():
+        if tuners is None or not isinstance(layer, tuners.BaseTunerLayer):
+            continue
+        prefix = f"{_unwrapped(path)}." if path else ""
+        inside = [name.removeprefix(prefix) for name in masks if name.startswith(prefix)]
+        pruned = [name for name in inside if name.partition(".")[0] not in layer.adapter_layer_names]
+        if pruned and not _keeps_zeros(layer, pruned):
             raise InvalidSetting(
-                f"The adapter of {_unwrapped(name)} adds to pruned weights, whose zeros would be lost when it is merged. "
-                "Add the adapter with sparsellm.peft.sparse_lora; its training needs no other masks."
+                f"The adapter of {_unwrapped(path)} adds to pruned weights, whose zeros would be lost when it is merged "
+                f"({type(layer).__name__}). Add LoRA with sparsellm.peft.sparse_lora; its training needs no other masks."
             )
+
+
+@torch.no_grad()
+def _keeps_zeros(layer: Any, pruned: list[str]) -> bool:
+    """Whether a layer's adapters, with random factors, change its pruned weights when they are merged, but no zeros."""
+    generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    try:
+        merged = copy.deepcopy(layer)
+        for path, module in merged.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+                    if f"{path}.{name}" not in pruned and whole.is_floating_point():
+                        whole = torch.randn(whole.shape, generator=generator).to(whole)
+                    module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+        before = {name: merged.get_parameter(name).clone() for name in pruned}
+        merged.merge(adapter_names=sorted(merged._get_available_adapters()))
+        after = {name: merged.get_parameter(name) for name in pruned}
+    except Exception:  # a kind that cannot be copied or merged is not known to keep them
+        return False
+    kept = all(bool((after[name][before[name] == 0] == 0).all()) for name in pruned)
+    return kept and any(not torch.equal(after[name], before[name]) for name in pruned)
 
 
 def _unwrapped(name: str) -> str:
