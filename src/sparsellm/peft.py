@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.pytorch_utils import Conv1D
 
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, first_line
 from sparsellm.training.fixed_masks import INITIAL, StoredMasks, check_supported, pruned_masks
@@ -26,6 +26,7 @@ try:
     from peft.tuners import lora
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, ModulesToSaveWrapper
+    from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     from sparsellm.training.masked_lora import MASKED
 except ImportError:
@@ -276,51 +277,23 @@ def _load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         raise InvalidSetting(f"The adapter {folder} is not plain LoRA, the only kind that is trained with masks.")
     if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
         raise BadCheckpoint(f"{folder} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
-    shapes = _shapes_in(folder / SAFETENSORS_WEIGHTS_NAME)
-    for key, shape in shapes.items():
-        if problem := _mismatch(model, key, shape):
-            raise _other_layers(folder, problem)
     try:
-        adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
-    except (ValueError, RuntimeError) as error:
+        saved = load_peft_weights(str(folder), device="cpu")
+    except (SafetensorError, RuntimeError, UnpicklingError) as error:
+        raise BadCheckpoint(f"The weights in {folder} are damaged ({first_line(error)}). Save the adapter again.") from error
+    config.inference_mode, config.base_model_name_or_path = False, None
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
         raise InvalidSetting(f"The adapter {folder} does not fit the model ({first_line(error)}).") from error
-    saved = {key.partition(".lora_")[0] for key in shapes}
-    for name, module in adapted.named_modules():
-        if shapes and isinstance(module, lora.LoraLayer) and name not in saved:
-            adapted.unload()
-            raise _other_layers(folder, f"it has nothing for {name.removeprefix('base_model.model.')}")
+    needed, known = (get_peft_model_state_dict(adapted, save_embedding_layers=whole) for whole in (False, True))
+    shapes = [{key: tuple(tensor.shape) for key, tensor in part.items()} for part in (saved, known)]
+    if others := [key for key in sorted(saved.keys() | needed.keys()) if shapes[0].get(key) != shapes[1].get(key)]:
+        adapted.unload()
+        has = [f"has {part[others[0]]}" if others[0] in part else "has nothing" for part in shapes]
+        raise InvalidSetting(
+            f"The adapter {folder} is for other layers: for {others[0].removeprefix('base_model.model.')} it {has[0]}, and "
+            f"the model {has[1]}. Use the model that it was made for."
+        )
+    set_peft_model_state_dict(adapted, saved)
     return adapted
-
-
-def _other_layers(folder: Path, problem: str) -> InvalidSetting:
-    """The error for an adapter whose layers are not those of the model."""
-    return InvalidSetting(f"The adapter {folder} is for other layers: {problem}. Use the model that it was made for.")
-
-
-def _shapes_in(file: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors in a safetensors file; none if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        with safe_open(file, "pt") as tensors:
-            return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118  (it is not a mapping)
-    except SafetensorError as error:
-        raise BadCheckpoint(f"{file} is damaged ({first_line(error)}). Save the adapter again.") from error
-
-
-def _mismatch(model: PreTrainedModel, key: str, shape: list[int]) -> str | None:
-    """How a tensor of an adapter differs from the layer that it is for; None if it fits."""
-    path, part, rest = key.removeprefix("base_model.model.").partition(".lora_")
-    if not part:
-        return None
-    try:
-        module = model.get_submodule(path.removesuffix(".base_layer"))
-    except AttributeError:
-        return f"the model has no {path}"
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, (nn.Linear, Conv1D)) or weight is None or len(shape) != 2:
-        return None
-    outputs, inputs = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape
-    got, expected = (shape[1], inputs) if rest.startswith("A") else (shape[0], outputs)
-    side = "inputs" if rest.startswith("A") else "outputs"
-    return None if got == expected else f"{path} has {expected} {side}, the adapter {got}"

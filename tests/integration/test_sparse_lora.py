@@ -250,9 +250,11 @@ def test_unsuitable_settings_are_refused(case: str) -> None:
 
 def test_adapters_for_other_layers_are_refused(tmp_path: Path) -> None:
     sparse_lora(pruned_model(), LORA).save_pretrained(tmp_path / "llama")
-    with pytest.raises(InvalidSetting, match=r"is for other layers: the model has no model\.layers\.0"):
+    with pytest.raises(InvalidSetting, match=r"llama does not fit the model \(.*q_proj"):
         sparse_lora(pruned_model("gpt2"), tmp_path / "llama")
-    with pytest.raises(InvalidSetting, match=r"layers\.0\.mlp\.down_proj has 20 inputs, the adapter 24"):
+    with pytest.raises(
+        InvalidSetting, match=r"is for other layers.*layers\.0\.mlp\.down_proj.* it has \(4, 24\), and the model has \(4, 20\)"
+    ):
         sparse_lora(other_width(), tmp_path / "llama")
     with pytest.raises(BadCheckpoint, match=r"it has no adapter_config\.json"):
         sparse_lora(pruned_model(), tmp_path)
@@ -272,7 +274,7 @@ def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
     assert 0 < len(fewer) < len(tensors)
     save_file(fewer, tmp_path / "adapter_model.safetensors")
     model = pruned_model()
-    with pytest.raises(InvalidSetting, match=r"is for other layers: it has nothing for model\.layers\.1"):
+    with pytest.raises(InvalidSetting, match=r"is for other layers.*model\.layers\.1.*it has nothing"):
         sparse_lora(model, tmp_path)
     assert not any("lora" in name for name, _ in model.named_parameters())
 
@@ -280,7 +282,7 @@ def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("adapter_model.safetensors", r"adapter_model\.safetensors is damaged"),
+        ("adapter_model.safetensors", r"are damaged"),
         ("adapter_config.json", r"adapter_config\.json cannot be read"),
     ],
 )
@@ -448,6 +450,8 @@ def test_tied_embeddings_are_merged_as_they_were_trained(case: str, tmp_path: Pa
         for part in model.parameters():
             part.add_(torch.randn_like(part) * 0.1 * part.requires_grad)
     expected = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(sparse_lora(pruned_model(), tmp_path / "adapter").eval()), expected)
     merged = merge(model)
     merged.save_pretrained(tmp_path)
     for result in (merged, AutoModelForCausalLM.from_pretrained(tmp_path).eval()):
