@@ -37,8 +37,8 @@ INITIAL = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA and others change them."""
 
 SINCE = (
-    "Load it again, and let nothing change its weights before. If it was pruned since then, let it be known as another model: "
-    '`model.name_or_path = ""`.'
+    "Load it again, and let nothing change its weights before. If it was pruned since then, say that it is another model: "
+    'model.name_or_path = "".'
 )
 """What to do about a model that is not what its folder says."""
 
