@@ -16,6 +16,7 @@ import sparsellm
 from sparsellm import prune
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
+from sparsellm.errors import BadCheckpoint, SparseLLMError
 from sparsellm.pipeline import conversion, packing, saving
 from sparsellm.pipeline import prune as pruning
 from tests.pairwise import pairwise
@@ -185,6 +186,34 @@ def test_documents_that_cannot_be_copied(
     refused(command("prune", dense, tmp_path / "out", "--method", "magnitude"), "dense: ", "notes.md", said)
     refused(command("pack", dense, tmp_path / "out", "--allow-dense"), "notes.md", said)
     assert not (tmp_path / "out").exists()
+
+
+def _realpath(path: Path, strict: bool = False) -> Path:
+    """`Path.resolve` of Python 3.13 and later."""
+    return Path(os.path.realpath(path, strict=strict))
+
+
+def _refused(path: Path, strict: bool = False) -> Path:
+    """`Path.resolve` of Python 3.12 and earlier."""
+    if not path.exists() and path.is_symlink() and os.readlink(path) == str(path):
+        raise RuntimeError(f"Symlink loop from {str(path)!r}")
+    return _realpath(path, strict)
+
+
+@pytest.mark.parametrize("resolve", [_realpath, _refused])
+def test_a_link_to_itself_is_told_in_each_version_of_python(
+    resolve: Callable[..., Path], dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among the documents, and in a finished output, where it is a file that was changed."""
+    out = sparsellm.prune(dense, "magnitude", "2:4").save_pretrained(tmp_path / "out")
+    monkeypatch.setattr(Path, "resolve", resolve)
+    circle(dense / "notes.md")
+    with pytest.raises(BadCheckpoint, match=r"notes\.md is a link to itself"):
+        sparsellm.prune(dense, "magnitude")
+    (out / "config.json").unlink()
+    circle(out / "config.json")
+    with pytest.raises(SparseLLMError, match=r"config\.json"):
+        sparsellm.verify(out)
 
 
 def _deny(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typer.testing import Result
 from sparsellm.errors import InvalidSetting
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pipeline.plan import list_layers, uniform_plan
-from sparsellm.pipeline.selection import layer_names
+from sparsellm.pipeline.selection import layer_names, name_matcher
 from sparsellm.solvers.patterns import NM, Unstructured
 
 Command = Callable[..., Result]
@@ -90,6 +91,15 @@ def test_patterns_choose_what_fnmatch_and_re_choose(blocks: list[Block]) -> None
         assert set(uniform_plan(blocks, HALF, include=[pattern])) == expected, pattern
         rest = {layer.name for layer in list_layers(blocks, HALF, exclude=[pattern]) if layer.pattern is not None}
         assert rest == {x.full_name for x in layers} - expected, pattern
+
+
+def test_globs_are_read_as_python_3_14_translates_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends a regular expression with another anchor."""
+    translate = fnmatch.translate
+    monkeypatch.setattr(fnmatch, "translate", lambda pattern: translate(pattern)[:-2] + r"\z")
+    is_match = name_matcher("*.mlp", "`include`")
+    assert is_match("model.layers.1.mlp.up_proj")
+    assert not is_match("model.layers.1.mlps")
 
 
 def test_roles_divide_the_layers_and_linear_is_every_layer(blocks: list[Block]) -> None:

@@ -147,7 +147,7 @@ def folder_for_transformers(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sparsellm-") as links:
         for path in folder.iterdir():
             if path.name not in (CONFIG_FILE, ADAPTER_CONFIG):
-                Path(links, path.name).symlink_to(path.resolve())
+                Path(links, path.name).symlink_to(path.absolute())
         Path(links, CONFIG_FILE).write_bytes(config.removeprefix(BOM))
         yield Path(links)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,13 @@ def _is_text(value: Any) -> bool:
 def is_begun(folder: Path) -> bool:
     """Whether a folder is an output that was begun and is not written; an output that is being replaced is there until then."""
     return (folder / WORK).is_dir() and not (folder / "config.json").exists()
+
+
+def checkpoint_name(name: str | Path) -> str:
+    """Return the name of a checkpoint. Raises InvalidSetting for anything else, such as a model in memory."""
+    if not isinstance(name, (str, Path)):
+        raise InvalidSetting(f"A folder or hub name is needed, got {type(name).__name__}. Save the model, and name the folder.")
+    return str(name)
 
 
 def is_hub_name(name: str) -> bool:
@@ -200,9 +208,11 @@ def _check_pointer(name: str, file: Path) -> None:
 def _check_link(prefix: str, file: Path, folder: Path) -> None:
     """Raise BadCheckpoint for a link to a file that is neither in a folder nor in the hub cache's blobs of that folder."""
     try:
-        target = file.resolve()
-    except (OSError, RuntimeError):  # which Python 3.11 raises for a circle of links
-        raise BadCheckpoint(f"{prefix}{file.name} is a link to itself. Put the file in its place, or remove it.") from None
+        file.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # of which `Path.resolve` raises another error in each version of Python, or none
+            raise BadCheckpoint(f"{prefix}{file.name} is a link to itself. Put the file in its place, or remove it.") from None
+    target = file.resolve()
     resolved = folder.resolve()
     is_snapshot = resolved.parent.name == "snapshots" and resolved.parents[1].name.startswith("models--")
     parents = (resolved, resolved.parents[1] / "blobs") if is_snapshot else (resolved,)

@@ -39,10 +39,11 @@ def recipe_keywords(keywords: type, fields: type[RunFields] = RecipeFields) -> C
 
         def wrapped(match: re.Match[str]) -> str:
             indent = match[1]
-            fill = partial(textwrap.fill, width=127, initial_indent=indent, subsequent_indent=indent + 4 * " ")
-            return "\n".join(map(fill, lines))
+            fill = partial(textwrap.fill, width=123, initial_indent=indent, subsequent_indent=indent + 4 * " ")
+            return "\n".join(fill(line, break_on_hyphens=False) for line in lines)
 
-        function.__doc__ = re.sub(r"^( *)\*\*settings: .*$", wrapped, function.__doc__ or "", flags=re.MULTILINE)
+        plain = inspect.cleandoc(function.__doc__ or "")  # as Python 3.13 and later have it from the start
+        function.__doc__ = re.sub(r"^( *)\*\*settings: .*$", wrapped, plain, flags=re.MULTILINE)
         return function
 
     return show_fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,5 +109,5 @@ def _is_within(folder: Path, name: str) -> bool:
     """Whether a file is in a folder, or is a link into the `blobs` of the hub's cache."""
     if not is_path(name):
         return False
-    file, root = (folder / name).resolve(), folder.resolve()
+    file, root = (Path(os.path.realpath(path)) for path in (folder / name, folder))  # a link to itself is no error
     return file.is_relative_to(root) or file.is_relative_to(root.parent.parent / "blobs")

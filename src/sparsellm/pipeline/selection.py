@@ -136,7 +136,8 @@ def name_matcher(pattern: str, setting: str) -> Callable[[str], bool]:
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidSetting(f"{setting} got {pattern!r}, which is not a regular expression: {error}.") from None
         return _bounded(compiled.match, f"{setting} got {pattern!r}")
-    compiled = re.compile(rf"(?s:.*\.)?(?:{fnmatch.translate(pattern).removesuffix(chr(92) + 'Z')})(?s:\..*)?\Z")
+    translated = fnmatch.translate(pattern)[:-2]  # without its end, which is \z from Python 3.14 on and \Z before
+    compiled = re.compile(rf"(?s:.*\.)?(?:{translated})(?s:\..*)?\Z")
     return lambda full_name: compiled.match(full_name) is not None
 
 

@@ -232,13 +232,13 @@ def _read_from_file(name: str, field: str | None, memory: int | None) -> Text:
 
 def check_text(name_or_path: str) -> None:
     """Check what `read_text` is given, without reading it. Raises BadText for a file that is missing, empty or unreadable."""
-    if name_or_path not in NAMES and not is_saved(local_path(name_or_path)):
+    if name_or_path not in NAMES and not is_saved(local_path(name_or_path, any_length=True)):
         _checked(name_or_path)
 
 
 def _checked(name: str) -> Path:
     """The path of a file that can be read and has a reader. Raises BadText."""
-    path = local_path(name)
+    path = local_path(name, any_length=True)
     suffix, shown = suffix_of(path), _shortened(name)
     try:
         if path.is_dir():
