@@ -23,7 +23,8 @@ from sparsellm.pipeline.sequential import Step
 
 def loaded(model: PreTrainedModel, compute: torch.dtype | None = None, **settings: Any) -> LoadedModel:
     """A model that computes in a dtype, by default its own, with other fields of `LoadedModel`."""
-    return LoadedModel(model, settings.pop("weights", ResidentWeights(model)), compute=compute, **settings)
+    weights = settings.pop("weights", None) or ResidentWeights(model)
+    return LoadedModel(model, weights, compute=compute, **settings)
 
 
 def walk(

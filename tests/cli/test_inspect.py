@@ -38,6 +38,23 @@ def test_the_total_has_a_line_of_its_own(shared: Path, command: Command) -> None
     assert total == "Layers that should be pruned: 21, with 70.00 % zeros together; 70% holds: yes."
 
 
+def test_shares_and_numbers_that_are_not_finite_in_text(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """A share that a run allocated has a few digits; files keep all."""
+    (tmp_path / "shares.yaml").write_text('"q_proj": 56.22897678%\n')
+    words = ("--sparsity", "50%", "--allocation", tmp_path / "shares.yaml", "--quiet")
+    assert command("prune", tiny["llama"], tmp_path / "out", "--method", "magnitude", *words).exit_code == 0
+    ran = command("inspect", tmp_path / "out", "--expect", "50%")
+    assert ran.exit_code == 0, ran.stderr
+    assert "56.229%" in ran.stdout
+    assert "56.22897" not in ran.stdout
+    assert "56.22897678%" in (tmp_path / "out" / "sparsellm.json").read_text()
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["model.norm.weight"][:2] = float("nan")
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert "2 numbers in 1 tensor, model.norm.weight first: NaN or infinity." in command("inspect", tmp_path / "out").stdout
+    assert json.loads(command("inspect", tmp_path / "out", "--json").stdout)["not_finite"] == 2
+
+
 def test_a_total_that_is_not_reached(shared: Path, command: Command) -> None:
     """Every layer has its share, and the sum is not what was asked for."""
     ran = command("inspect", shared, "--expect", "80%")

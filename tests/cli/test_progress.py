@@ -95,7 +95,7 @@ def test_evaluation_counts_sequences(tiny: dict[str, Path], text_file: Path, com
 
 
 def test_a_sweep_has_one_time_left(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
-    """Runs that differ in more than the sparsity take times of their own: only the last one has a time left."""
+    """Runs that differ take times of their own: those to come count as those so far, from the first one on."""
     shared = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "evaluate": [str(text_file)]}
     axes = {"model": [str(tiny["opt"])], "method": ["magnitude", "wanda"]}
     file = tmp_path / "sweep.yaml"
@@ -105,8 +105,8 @@ def test_a_sweep_has_one_time_left(tiny: dict[str, Path], text_file: Path, tmp_p
     assert check(ran.stderr) == ["loading", "measuring dense", "pruning", "measuring pruned"] * 2
     shown = list(states(ran.stderr))
     assert next(fields["runs"] for fields in shown if fields.get("run")) == 2
-    assert all(fields["seconds_left"] is None for fields in shown if fields.get("run") == 1)
-    assert any(fields["seconds_left"] for fields in shown if fields.get("run") == 2)
+    assert {fields["run"] for fields in shown if fields["seconds_left"]} == {1, 2}
+    assert all(fields["fraction"] is not None for fields in shown)
     again = command("sweep", file, tmp_path / "out", "--progress", "json")
     assert [json.loads(line)["stage"] for line in again.stderr.splitlines()] == ["finished"]
 
@@ -122,7 +122,7 @@ SEVERAL = {
 def test_several_runs_have_one_time_left(
     name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
-    """Known in every run that differs in its sparsity alone; labels are sparsities, and what is told alike is told once."""
+    """Known in every run; labels are sparsities, and what is told alike is told once."""
     verb, *options = SEVERAL[name]
     texts = ("--calibration", text_file, "--evaluate", text_file, "--evaluate-limit", 4)
     words = (verb, tiny["opt"], tmp_path / "out", *options, *SMALL, *texts)
@@ -139,8 +139,7 @@ def test_several_runs_have_one_time_left(
     assert {number for _, number, _ in runs} == {count}
     assert runs[-1][0] == count
     for run_number, *_ in runs:
-        known = any(fields["seconds_left"] for fields in shown if fields["run"] == run_number)
-        assert known == (name == "several" or run_number == count)
+        assert any(fields["seconds_left"] for fields in shown if fields["run"] == run_number)
     if name != "search":
         assert [label for _, _, label in runs] == ["50%", "60%", "70%"]
     other = [json.loads(line) for line in ran.stderr.splitlines()]
@@ -150,10 +149,10 @@ def test_several_runs_have_one_time_left(
     assert sum(fields.get("when") == "pruned" for fields in other) == len(runs)
 
 
-def test_stages_of_a_gradual_pruning_do_not_say_what_they_cannot_know(
+def test_stages_of_a_gradual_pruning_have_one_time_left(
     loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
-    """Each prunes what the one before writes; the time left is that of the last run, and labels have sparsities."""
+    """Each prunes what the one before writes; labels have sparsities."""
     pruned = sparsellm.prune(loud["llama"], "magnitude", "50%").save_pretrained(tmp_path / "half")
     words = ("--against", loud["llama"], "--calibration", text_file, *SMALL, "--steps", 2, "--samples", 16)
     ran = command(
@@ -162,11 +161,10 @@ def test_stages_of_a_gradual_pruning_do_not_say_what_they_cannot_know(
     assert ran.exit_code == 0, ran.stderr
     shown = [fields for fields in states(ran.stderr) if fields.get("run") and fields["name"]]
     assert list(dict.fromkeys(fields["name"] for fields in shown)) == ["68.4%", "80%"]
-    assert {fields["seconds_left"] for fields in shown if fields["run"] < 4} == {None}
-    assert any(fields["seconds_left"] for fields in shown if fields["run"] == 4)
+    assert {fields["run"] for fields in shown if fields["seconds_left"]} == {1, 2, 3, 4}
 
 
-def test_the_demo_has_a_time_left_in_its_last_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_has_a_time_left_from_its_first_method_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsellm.studies.demonstration.SAMPLES", 2)
     monkeypatch.setattr("sparsellm.studies.demonstration.test_windows", partial(test_windows, limit=4))
     methods = {"magnitude": "", "wanda": ""}
@@ -176,7 +174,8 @@ def test_the_demo_has_a_time_left_in_its_last_run(command: Command, monkeypatch:
     assert check(ran.stderr) == ["loading", "pruning", "measuring"] * 2
     shown = list(states(ran.stderr))
     assert {fields["name"] for fields in shown if "name" in fields} == {"dense", "wanda", "magnitude"}
-    assert {fields["run"] for fields in shown if fields["seconds_left"]} == {3}
+    assert {fields["run"] for fields in shown if fields["seconds_left"]} == {2, 3}
+    assert all(fields["fraction"] is not None for fields in shown if "name" in fields)
 
 
 def test_python_displays_progress_where_asked(

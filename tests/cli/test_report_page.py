@@ -171,10 +171,10 @@ def test_the_page_of_a_sweep(sweep_page: Drawn) -> None:
     depth = next(plot for plot in found if plot.name == "depth")
     assert depth.inline().count('id="depth-axes_') == 3, "a panel for each sparsity of the one model that could be pruned"
     assert "Small &amp; wide" in text
-    assert "perplexity on words.txt (dense " in text
+    assert "perplexity on words.txt (before " in text
     assert {row[0] for row in found[0].rows} == {"opt"}
     assert all(float(row[3].split()[0]) > 0 and " %" in row[5] for row in found[0].rows), "dense and change"
-    assert all("dense" in plot.inline() for plot in found if plot.name.startswith("sparsity-"))
+    assert all("before" in plot.inline() for plot in found if plot.name.startswith("sparsity-"))
     assert "A &amp; B &lt;2024&gt;" in text
     assert "There is no folder" in text
     assert ["opt", "alpha 0.1, beta 0.1, samples 2", "50%"] in [list(row[:3]) for row in found[0].rows]

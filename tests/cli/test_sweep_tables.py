@@ -78,7 +78,8 @@ def test_tables_have_a_dense_line_and_the_change_from_it(tmp_path: Path) -> None
     assert lines[:2] == [["demo:opt", "dense", "", "8.00 ± 0.25"], ["demo:opt", "magnitude", "70%", "11.00 ± 0.58 (+37.5 %)"]]
     assert len(lines) == 1 + 4
     assert "17.00 ± 0.58 (+112 %; paper 20.00, ×0.85)" in to_markdown(sweep, rows)
-    assert "\nPerplexity on te_xt of demo:opt.\nIn brackets: the change from the dense model.\n" in to_markdown(sweep, rows)
+    legend = "\nPerplexity on te_xt of demo:opt.\nIn brackets: the change from the model before the run.\n"
+    assert legend in to_markdown(sweep, rows)
     line = next(x for x in csv.DictReader(to_csv(sweep, rows).splitlines()) if x["measure"] == "perplexity te_xt")
     assert (float(line["dense"]), float(line["change"])) == (8.0, 11 / 8 - 1)
     assert to_json(sweep, rows, outcomes)["rows"][0]["figures"]["perplexity te_xt"]["change"] == 11 / 8 - 1

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import sparsellm
+from sparsellm.cli.result_text import print_summary
 from sparsellm.errors import InvalidSetting, SparseLLMError, VerificationFailed
+from sparsellm.studies.page import report_page
 
 
 def loaded(folder: Path) -> PreTrainedModel:
@@ -200,7 +205,7 @@ def test_every_result_prints_in_two_or_three_lines(tiny: dict[str, Path], text_f
         (sparsellm.report, r"folder that a run wrote"),
         (lambda model: sparsellm.recover(model, "demo:opt", "demo"), r"folder that a run wrote"),
         (sparsellm.sweep, r"A sweep is a YAML file or its content as a mapping, got OPTForCausalLM"),
-        (lambda model: sparsellm.inspect(model.to("meta")), r"\d+ weights of the model are not in memory, model\."),
+        (lambda model: sparsellm.inspect(model.to("meta")), r"model\.\S+ is not in memory"),
         (lambda _: sparsellm.inspect(3), r"a model of transformers in memory, got int\."),  # type: ignore[arg-type]
         (lambda _: sparsellm.prune(None), r"a model of transformers in memory, got NoneType\."),  # type: ignore[arg-type]
         (lambda model: sparsellm.prune(model, "magnitude", sparsty=0.5), r"'sparsty'\. Did you mean 'sparsity'"),
@@ -221,6 +226,199 @@ def test_wrong_arguments_get_one_message(call: Callable[[Any], object], message:
         call(model)
     assert "--" not in str(error.value)
     assert all(tensor.is_meta or torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class FourBits(torch.Tensor):
+    """A weight as torchao quantizes it: of a class of its own, and of the dtype that it stands for."""
+
+
+def changed_weight(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
+    """The model with one weight changed to another kind of tensor."""
+    layer = model.get_submodule("model.layers.1.mlp.up_proj")
+    layer.weight = torch.nn.Parameter(change(layer.weight.detach()), requires_grad=False)  # type: ignore[assignment]
+    return model
+
+
+def without_inv_freq(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with a buffer on the meta device, as a load that lacked it leaves one."""
+    model.model.rotary_emb.to("meta")
+    return model
+
+
+def with_adapter(model: PreTrainedModel) -> Any:
+    """The model in PEFT's wrapper."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+
+UNUSUAL: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
+    "one weight on the meta device": (lambda model: changed_weight(model, lambda weight: weight.to("meta")), "not in memory"),
+    "a buffer on the meta device": (without_inv_freq, "not in memory"),
+    "int8": (lambda model: changed_weight(model, lambda weight: weight.to(torch.int8)), "int8"),
+    "float8": (lambda model: changed_weight(model, lambda weight: weight.to(torch.float8_e4m3fn)), "float8_e4m3fn"),
+    "a tensor of a class": (lambda model: changed_weight(model, lambda x: x.as_subclass(FourBits)), "FourBits"),
+    "a sparse tensor": (lambda model: changed_weight(model, lambda weight: weight.to_sparse()), "torch.sparse_coo tensor"),
+    "an adapter": (with_adapter, "adapter"),
+    "compiled": (torch.compile, "attribute _orig_mod|attribute model"),
+    "in a wrapper": (torch.nn.DataParallel, "attribute module"),
+    "its base": (lambda model: model.model, "AutoModelForCausalLM"),
+}
+"""Models that cannot be pruned, and what the message names."""
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_every_function_refuses_what_is_no_plain_model(kind: str, tiny: dict[str, Path], text_file: Path) -> None:
+    """One message for all functions that take a model in memory, whatever it is that the model has, before any work."""
+    make, said = UNUSUAL[kind]
+    model = make(loaded(tiny["llama"]))
+    text: dict[str, Any] = {"calibration": text_file, "samples": 2, "sequence_length": 16}
+    calls: dict[str, Callable[[], object]] = {
+        "inspect": lambda: sparsellm.inspect(model),
+        "plan": lambda: sparsellm.plan(model, "magnitude"),
+        "prune": lambda: sparsellm.prune(model, "wanda", tokenizer=AutoTokenizer.from_pretrained(tiny["llama"]), **text),
+        "prune by magnitude": lambda: sparsellm.prune(model, "magnitude"),
+        "evaluate": lambda: sparsellm.evaluate(model, [torch.arange(32)], sequence_length=16),
+    }
+    for name, call in calls.items():
+        with pytest.raises(SparseLLMError, match=said):
+            pytest.fail(f"{name}: {call()}")
+
+
+def test_perplexity_refuses_weights_without_values(tiny: dict[str, Path]) -> None:
+    """torch multiplies by a weight on the meta device, and reads whatever lies in memory."""
+    windows = torch.arange(32).view(2, 16)
+    with pytest.raises(InvalidSetting, match=r"up_proj\.weight is not in memory"):
+        sparsellm.perplexity(changed_weight(loaded(tiny["llama"]), lambda weight: weight.to("meta")), windows)
+    with pytest.raises(SparseLLMError, match="LlamaModel"):
+        sparsellm.perplexity(loaded(tiny["llama"]).model, windows)
+    for wrong in (object(), torch.nn.Linear(2, 2)):
+        with pytest.raises(SparseLLMError, match=type(wrong).__name__):
+            sparsellm.perplexity(wrong, windows)  # type: ignore[arg-type]
+        with pytest.raises(SparseLLMError, match=type(wrong).__name__):
+            sparsellm.blocks_of(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [sparsellm.load, sparsellm.pack, sparsellm.export, sparsellm.bench, sparsellm.search])
+def test_functions_of_folders_refuse_a_model(call: Callable[..., object], tiny: dict[str, Path], tmp_path: Path) -> None:
+    output = () if call in (sparsellm.load, sparsellm.bench) else (tmp_path / "out",)
+    target = {"max_perplexity_increase": "5%"} if call is sparsellm.search else {}
+    with pytest.raises(InvalidSetting, match="folder or hub name is needed, got LlamaForCausalLM"):
+        call(loaded(tiny["llama"]), *output, **target)
+
+
+def test_numbers_that_are_not_finite_are_counted(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """In memory as in files, in the text and in the data."""
+    model = loaded(tiny["opt"])
+    with torch.no_grad():
+        model.get_parameter("model.decoder.layers.1.fc1.weight")[0, :2] = torch.tensor([torch.nan, torch.inf])
+        model.get_parameter("model.decoder.layers.2.fc2.bias")[3] = -torch.inf
+    model.save_pretrained(tmp_path / "wrong")
+    for found in (sparsellm.inspect(model), sparsellm.inspect(tmp_path / "wrong")):
+        assert (found.not_finite, found.to_dict()["not_finite"]) == (3, 3)
+        assert found.not_finite_in == ("model.decoder.layers.1.fc1.weight", "model.decoder.layers.2.fc2.bias")
+        assert "3 numbers NaN or infinite" in repr(found)
+    assert sparsellm.inspect(tiny["opt"]).not_finite == 0
+
+
+class Broken(sparsellm.Magnitude):
+    """A solver that fails in the second block of seven layers each."""
+
+    def solve(self, problem: Any, pattern: Any) -> torch.Tensor:
+        count = self.__dict__["count"] = self.__dict__.get("count", 0) + 1
+        if count > 8:
+            raise ValueError("no more")
+        return super().solve(problem, pattern)
+
+
+def interrupt(kind: str, number: int, error: type[BaseException]) -> Callable[[Any], None]:
+    """An observer that raises at an event."""
+    left = number
+
+    def observe(event: Any) -> None:
+        nonlocal left
+        left -= type(event).__name__ == kind
+        if left == 0:
+            raise error
+
+    return observe
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "state"),
+    [
+        (("Measured", 1), KeyboardInterrupt, None),
+        (("LayerResult", 2), KeyboardInterrupt, "pruned in part"),
+        (("BlockResult", 3), KeyboardInterrupt, "pruned up to block 2 of 3, and perhaps a part of another one"),
+        (("Measured", 2), torch.OutOfMemoryError, "pruned up to block 3 of 3"),
+        (None, ValueError, "pruned up to block 1 of 3, and perhaps a part of another one"),
+    ],
+)
+def test_a_run_that_is_interrupted_says_what_the_model_is(
+    event: tuple[str, int] | None, error: type[BaseException], state: str | None, loud: dict[str, Path], text_file: Path
+) -> None:
+    """Its weights keep their dtype, and a run on what is left does not call it dense, whichever layers it prunes."""
+    model = loaded(loud["llama"]).to(torch.bfloat16).train()
+    settings: dict[str, Any] = {
+        "calibration": text_file,
+        "tokenizer": AutoTokenizer.from_pretrained(loud["llama"]),
+        "samples": 4,
+        "sequence_length": 32,
+        "evaluate": (text_file,),
+        "evaluate_limit": 4,
+        "prompt": "a",
+    }
+    observe = interrupt(*event, error) if event else None
+    with pytest.raises(error) as caught:
+        sparsellm.prune(model, sparsellm.Wanda() if event else Broken(), 0.5, **settings, observe=observe)
+    notes = getattr(caught.value, "__notes__", [])
+    assert [f"The model in memory was changed: it is {state}. Load it again" in note for note in notes] == [True] * bool(state)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.training
+    assert not any("forward" in vars(module) for module in model.modules())
+    zeros = sparsellm.inspect(model)
+    share = sum(layer.zeros for layer in zeros.layers) / sum(layer.shape[0] * layer.shape[1] for layer in zeros.layers)
+    result = sparsellm.prune(model, "magnitude", 0.5, blocks="2", **settings)
+    assert result.report.start == (f"initial ({100 * share:.2f} % zeros)" if state else "dense")
+    console = Console(width=200, record=True, file=StringIO())
+    print_summary(console, result.report, "out")
+    texts = console.export_text(), result.report.to_markdown(), *([report_page(result)[0]] if find_spec("matplotlib") else [])
+    for text in texts:
+        assert result.report.start in text
+        assert ("dense perplexity" in text.lower() or "dense, pruned" in text.lower()) == (state is None)
+
+
+@pytest.mark.parametrize(
+    ("event", "done"), [(("BlockResult", 2), "up to block 1 of 3"), (("TrainingResult", 1), "up to block 3")]
+)
+def test_an_interrupted_recovery_says_what_the_model_is(
+    event: tuple[str, int], done: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
+    out = sparsellm.prune(tiny["llama"], "magnitude", "2:4").save_pretrained(tmp_path / "out")
+    settings: dict[str, Any] = {
+        "steps": 2,
+        "samples": 8,
+        "sequence_length": 32,
+        "observe": interrupt(*event, KeyboardInterrupt),
+    }
+    tokenizer = AutoTokenizer.from_pretrained(tiny["llama"])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sparsellm.recover(out, loaded(tiny["llama"]), text_file, tokenizer=tokenizer, **settings)
+    assert f"it is recovered {done}" in caught.value.__notes__[0]
+    del settings["observe"]
+    assert sparsellm.recover(out, tiny["llama"], text_file, **settings).report.start == "dense"
+
+
+def test_a_sweep_and_a_comparison_do_not_call_a_pruned_model_dense(
+    loud: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
+    """A folder that was pruned before, at other layers than now, with the zeros that it had."""
+    half = sparsellm.prune(loud["llama"], "magnitude", 0.5, blocks="0").save_pretrained(tmp_path / "half")
+    recipe = {"model": str(half), "method": "magnitude", "blocks": "1:3", "evaluate": [str(text_file)], "evaluate_limit": 4}
+    content = {"recipe": recipe | {"sequence_length": 32}, "axes": {"sparsity": ["60%", "70%"]}}
+    sparsellm.sweep(content, tmp_path / "sweep")
+    table = (tmp_path / "sweep" / "results.md").read_text()
+    assert "| initial (16.67 % zeros) |" in table
+    assert "| dense |" not in table
 
 
 @pytest.mark.parametrize("sparsity", [0.75, "75%", "0.75", "3:4", sparsellm.NM(3, 4), sparsellm.Unstructured(0.75)])

@@ -107,6 +107,23 @@ def test_packed_model_computes_and_generates_as_the_dense_one(
 
 
 @pytest.mark.filterwarnings("ignore:.*take dense memory")
+@pytest.mark.parametrize("family", [long_unless(name in ("gpt2", "mixtral"), name) for name in FORMS])
+@pytest.mark.parametrize("values", [None, "int4"])
+def test_a_packed_model_in_memory_is_inspected_like_its_folder(
+    packed_models: Callable[..., tuple[Path, Path]], family: str, values: str | None
+) -> None:
+    """Its layers are decoded one at a time; they may also be compared with the dense model's."""
+    dense, folder = packed_models(family, torch.bfloat16, values=values)
+    model = sparsellm.load(folder)
+    found, expected = sparsellm.inspect(model, dense), sparsellm.inspect(folder, dense)
+    assert found.layers == expected.layers
+    assert any(layer.bits for layer in found.layers) == (values is not None)
+    for name in ("parameters", "zeros", "changed", "alike", "converted", "only_here", "only_there"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert sparsellm.inspect(dense, model).alike == found.alike > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*take dense memory")
 @pytest.mark.parametrize("family", [long_unless(name in ("opt", "gpt2", "mixtral"), name) for name in FORMS])
 @pytest.mark.parametrize("archive", [False, True])
 def test_saved_model_has_the_packed_tensors(

@@ -55,6 +55,7 @@ def test_every_field_of_a_report_is_written() -> None:
     """A new one needs an entry in `to_dict`, and a report here that has it."""
     reports = [sparsellm.load_report(REPORTS / f"{name}.json") for name in NAMES]
     reports[0].dtype_changed, reports[0].changed_outside = True, ("lm_head.weight",)  # which none of these has
+    reports[0].initial_sparsity = 0.5
     written = {key for report in reports for key in report.to_dict()}
     in_totals, of_the_process = {"parameters", "zeros"}, {"origin"}
     assert {field.name for field in dataclasses.fields(Report)} - in_totals - of_the_process <= written

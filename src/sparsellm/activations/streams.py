@@ -192,12 +192,14 @@ class Stream:
         position: Index of the block that the hidden states enter.
         cache: Outputs that passes through the current block reuse instead of computing them, with the same bits as result. A
             method may set it; it is closed when the stream advances.
+        progress: Called in each pass with the batches that are done, and their number.
     """
 
     def __init__(self, hidden: TensorList, calls: Sequence[Sequence[Call]]) -> None:
         self._hidden, self._calls = hidden, calls
         self.position = 0
         self.cache: OutputCache | None = None
+        self.progress: Callable[[float, int], None] = lambda *_: None
 
     def __len__(self) -> int:
         return len(self._hidden)
@@ -235,6 +237,7 @@ class Stream:
             if self.cache:
                 self.cache.record_inputs(captured.inputs)
             yield captured
+            self.progress(number + 1, len(self))
             output = captured.block_output
             del captured  # its memory serves the next batch
             if output is not None and advance:

@@ -43,10 +43,14 @@ class StoredTensors:
     tensors of a checkpoint that cannot be read one at a time, have their names in the files. Stored buffers that the model
     computes itself are left out, and so are biases of 0 that GPTQ added. Without a model, the files must hold each parameter
     once, by its name, and no more.
+
+    Args:
+        model: The model, or one on the meta device that gives the names.
+        held: The model in memory, whose packed layers are decoded when they are read; None for files.
     """
 
-    def __init__(self, folder: Path | None, model: PreTrainedModel | None) -> None:
-        self._tied = {} if model is None else tied_names(model)
+    def __init__(self, folder: Path | None, model: PreTrainedModel | None, held: PreTrainedModel | None = None) -> None:
+        self._tied, self._held = {} if model is None else tied_names(model), held
         self.files: dict[str, Stored | Tensor] = {}
         if folder is None:
             assert model is not None
@@ -94,13 +98,16 @@ class StoredTensors:
     def read(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor, a quantized one in this dtype, as `read_stored` does."""
         stored = self.files[key]
+        if isinstance(stored, Tensor) and stored.is_meta and self._held is not None:
+            path, _, name = key.rpartition(".")
+            stored = getattr(self._held.get_submodule(path), name)
         return stored.cpu() if isinstance(stored, Tensor) else read_stored(stored, dtype)
 
     def dtype(self, key: str) -> str:
         """Name of a tensor's dtype as it is stored."""
         stored = self.files[key]
         if isinstance(stored, Tensor):
-            return dtype_name(stored.dtype)
+            return dtype_name(self.read(key).dtype)
         return read_headers(stored.file)[stored.key].dtype
 
     def one_name(self, key: str) -> str:

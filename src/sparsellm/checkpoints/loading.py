@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,9 +30,10 @@ from sparsellm.checkpoints.packed_files import PACKED_METHOD
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
-from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name, first_line
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, dtype_name, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
+from sparsellm.models.loaded_model import check_in_memory
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
 from sparsellm.texts.paths import local_path
@@ -61,6 +62,7 @@ class Checkpoint:
     architecture: Architecture | None = None
     packed: bool = False
     quantization: str = ""
+    model: ClassVar[None] = None
 
     @property
     def length(self) -> int:
@@ -172,12 +174,25 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class InMemoryModel:
-    """A model in memory with the interface of `Checkpoint`. It is pruned in place."""
+    """A model in memory with the interface of `Checkpoint`. It is pruned in place.
+
+    Raises InvalidSetting unless all of its tensors are in memory, and UnsupportedModel unless its parameters are plain tensors
+    of floating-point numbers: those of quantized models are not.
+    """
 
     name: str
     model: PreTrainedModel
     own_tokenizer: PreTrainedTokenizerBase | None = None
-    folder: None = None
+    folder: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        check_in_memory(self.model)
+        parameters = dict(self.model.named_parameters())
+        check_dtypes(self.name, {key: TensorHeader(dtype_name(x.dtype), tuple(x.shape)) for key, x in parameters.items()})
+        for key, tensor in parameters.items():
+            kind = type(tensor.data).__name__ if tensor.layout is torch.strided else f"{tensor.layout} tensor"
+            if kind != "Tensor":
+                raise UnsupportedModel(f"{self.name} holds {key} as a {kind}. Load the plain checkpoint that it was made from.")
 
     @property
     def packed(self) -> bool:
@@ -216,9 +231,6 @@ class InMemoryModel:
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """Return the model itself, on the device. Raises InvalidSetting for another dtype, as `dtype` does."""
         self.dtype(dtype)
-        parameters = self.model.named_parameters()
-        headers = {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in parameters}
-        check_dtypes(self.name, headers)
         _check_finite(self.name, self.model)
         return self.model.to(device)
 

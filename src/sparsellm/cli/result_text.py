@@ -54,7 +54,7 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     if report.recovered and (losses := describe_losses(report.recovered)):
         print_line(console, losses)
     if report.perplexity:
-        head = ["text", *(f"{when} perplexity" for when in dict.fromkeys(("dense", "pruned", report.result))), "change"]
+        head = ["text", *(f"{when} perplexity" for when in dict.fromkeys((report.start, "pruned", report.result))), "change"]
         head += ["by the recovery"] if report.pruned else []
         rows = []
         for name, pair in report.perplexity.items():
@@ -72,8 +72,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
         for name, results in report.tasks.items():
             values = [task_value(x) if (x := results.get(when)) else "-" for when in ("dense", "pruned")]
             rows.append([name, task_metric(next(iter(results.values())).metric), *values])
-        show(console, text_table(["task", "metric", "dense", report.result], rows))
-    _print_continuations(console, report.samples, {"dense": "dense", "pruned": report.result})
+        show(console, text_table(["task", "metric", report.start, report.result], rows))
+    _print_continuations(console, report.samples, {"dense": report.start, "pruned": report.result})
     _print_layer_costs(console, report)
     print_line(console, f"Wrote {folder}, read back and verified.")
 
@@ -135,7 +135,7 @@ def print_evaluation(console: Console, result: Evaluation, against: str | None) 
 
 
 def print_several(console: Console, reports: Mapping[str, Report]) -> None:
-    """Print the results of several runs on one model, by the folder of each, below those of the dense model."""
+    """Print the results of several runs on one model, by the folder of each, below those of the model before."""
     first, *_ = reports.values()
     texts, tasks = list(first.perplexity), list(first.tasks)
 
@@ -150,7 +150,7 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
 
     head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts)]
     head += [f"{name}, %" if is_fraction(next(iter(x.values())).metric) else name for name, x in first.tasks.items()]
-    rows = [["dense", "", *cells(first, "dense")]] if texts or tasks else []
+    rows = [[first.start, "", *cells(first, "dense")]] if texts or tasks else []
     for folder, report in reports.items():
         rows.append([folder, f"{100 * report.sparsity:.2f}", *cells(report, "pruned")])
     show(console, text_table(head, rows))
@@ -158,7 +158,7 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
     for folder, report in reports.items():
         for prompt, pair in report.samples.items():
             texts_of[prompt][folder] = pair.get("pruned", "")
-    _print_continuations(console, texts_of, {"": "dense", **{folder: folder for folder in reports}})
+    _print_continuations(console, texts_of, {"": first.start, **{folder: folder for folder in reports}})
     print_line(console, f"Wrote {len(reports)} outputs, each read back and verified.")
 
 
@@ -169,7 +169,7 @@ def print_search(console: Console, points: Sequence[Point]) -> None:
     increase, size = first.increase is not None, first.size is not None
     rows = []
     for x in points:
-        row = [f"{100 * x.sparsity:.10g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
+        row = [f"{100 * x.sparsity:.5g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
         row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
         row += [x.increase_text] if increase else []
         row += [human_bytes(x.size or 0)] if size else []
@@ -185,7 +185,7 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     for x in inspection.layers:
         row = [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %"]
         row += _integers(x) if rounded else []
-        rows.append([*row, str(x.pattern or "-"), marks[x.holds]] if expected else row)
+        rows.append([*row, f"{x.pattern or '-'}", marks[x.holds]] if expected else row)
     columns = [*(["integers", "group", "bits"] if rounded else []), *(["expected", "holds"] if expected else [])]
     show(console, text_table(["layer", "shape", "zeros", *columns], rows))
     if rounded:
@@ -197,6 +197,9 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
         print_line(console, f"Missing: {', '.join(inspection.missing)}.")
     share = 100 * inspection.zeros / max(inspection.parameters, 1)
     print_line(console, f"{inspection.zeros:,} of {inspection.parameters:,} stored parameters are zero ({share:.2f} %).")
+    if wrong := inspection.not_finite_in:
+        tensors = f"{plural(len(wrong), 'tensor')}, {wrong[0]} first"
+        print_line(console, f"{plural(inspection.not_finite, 'number')} in {tensors}: NaN or infinity.")
     if inspection.packed:
         print_line(console, inspection.packed)
     if against := inspection.against:

@@ -184,7 +184,7 @@ def search(
             print_json(found | {"report": result.report.to_dict(), "output": str(result.output)})
             return
         print_search(stdout, result.points)
-        print_line(stdout, f"{100 * result.sparsity:.10g} % {result.outcome}.")
+        print_line(stdout, f"{100 * result.sparsity:.5g} % {result.outcome}.")
         print_summary(stdout, result.report, str(result.output))
 
 

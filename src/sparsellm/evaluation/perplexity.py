@@ -20,7 +20,7 @@ from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
-from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.models.loaded_model import LoadedModel, check_in_memory, model_errors
 from sparsellm.models.output_head import kl_of_logits, prediction_head
 from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
@@ -34,6 +34,9 @@ LOGITS_MEMORY = 64 * 2**20  # maximum size of a batch's float32 logits, the larg
 
 COMPARED_TOKENS = 128
 """Tokens whose predictions are compared at once: float32 copies of a whole sequence's would take several times its logits."""
+
+ON_IDS = "on token ids"
+"""How a model is run, in errors."""
 
 AMPLE = 2**30
 """Bytes of memory below which `batch_to_measure` reduces the batch size."""
@@ -69,7 +72,9 @@ def perplexity(
         InvalidSetting: If the shape is invalid or a token id exceeds the model's vocabulary.
         NonFinite: If the model's logits contain NaN.
     """
-    _check(model, windows)
+    with model_errors(model, ON_IDS):
+        check_in_memory(model, hooks=True)
+        _check(model, windows)
     total, length = windows.shape
     batch = batch or default_batch_size(_vocabulary(model), length)
     started = time.perf_counter()
@@ -225,8 +230,9 @@ def default_batch_size(vocabulary: int, length: int, share: float = 1.0) -> int:
 @torch.no_grad()
 def _losses(model: PreTrainedModel, windows: Tensor, first: int) -> list[float]:
     """Mean loss of each sequence. A function of its own, so that the logits are freed before those of the next batch."""
-    windows = windows.to(model.get_input_embeddings().weight.device)
-    return _sequence_losses(model(input_ids=windows, use_cache=False).logits, windows, first)
+    with model_errors(model, ON_IDS):
+        windows = windows.to(model.get_input_embeddings().weight.device)
+        return _sequence_losses(model(input_ids=windows, use_cache=False).logits, windows, first)
 
 
 def _sequence_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:

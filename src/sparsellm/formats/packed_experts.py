@@ -52,15 +52,29 @@ class PackedExperts(nn.Module):
             for name in FUSED[parameter]:
                 yield f"{number}.{name}", self.get_submodule(f"{number}.{name}")
 
+    @property
+    def gate_up_proj(self) -> Tensor:
+        """The parameter of transformers, decoded at each access."""
+        return self._decoded("gate_up_proj")
+
+    @property
+    def down_proj(self) -> Tensor:
+        """The parameter of transformers, decoded at each access."""
+        return self._decoded("down_proj")
+
+    def _decoded(self, parameter: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One of the parameters that the layers were made of."""
+        rows, count = [layer.weight.to(dtype) for _, layer in self.layers(parameter)], len(FUSED[parameter])
+        return torch.stack([torch.cat(rows[start : start + count]) for start in range(0, len(rows), count)])
+
     def become_dense(self, dtype: torch.dtype | None = None) -> None:
         """Take back the class and the parameters of transformers."""
-        for parameter, names in FUSED.items():
-            rows = [layer.weight.to(dtype) for _, layer in self.layers(parameter)]
-            experts = [torch.cat(rows[start : start + len(names)]) for start in range(0, len(rows), len(names))]
-            self.register_parameter(parameter, nn.Parameter(torch.stack(experts)))
+        decoded = {parameter: self._decoded(parameter, dtype) for parameter in FUSED}
         for number in range(self.expert_count):
             delattr(self, str(number))
         self.__class__ = self.original  # type: ignore[assignment]
+        for parameter, tensor in decoded.items():
+            self.register_parameter(parameter, nn.Parameter(tensor))
 
 
 def can_be_packed(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from sparsellm.checkpoints.files import checkpoint_name
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.checkpoints.packed_files import PACKED_METHOD, PACKED_VERSION, is_packed, metadata_of, parts_of
@@ -192,7 +193,7 @@ def load(
         BadCheckpoint: The folder is missing, damaged, or not packed.
         UnsupportedModel: It is packed in another version of the format, or transformers does not have the model.
     """
-    checkpoint = open_checkpoint(str(model), revision, trust_remote_code, packed=True)
+    checkpoint = open_checkpoint(checkpoint_name(model), revision, trust_remote_code, packed=True)
     if not checkpoint.packed:
         raise BadCheckpoint(f"{model} is not packed. Pack it, and name the result: sparsellm pack {model} FOLDER.")
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype

@@ -240,6 +240,8 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     Raises:
         UnsupportedModel: No blocks are found, they do not have the described layers, or two of them share weights.
     """
+    if not hasattr(model, "config"):
+        raise UnsupportedModel(f"A {type(model).__name__} is no model. Load one with AutoModelForCausalLM.")
     architecture = getattr(model, ARCHITECTURE_ATTRIBUTE, None) or architecture_of(model.config) or discover_architecture(model)
     paths = [f"{tower}{architecture.blocks.removeprefix('model.') if tower else architecture.blocks}" for tower in TOWERS]
     modules = dict(model.named_modules())

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sparsellm.errors import SparseLLMError, UnsupportedModel
+from sparsellm.errors import InvalidSetting, SparseLLMError, UnsupportedModel
 from sparsellm.models.blocks import Block, Call
 from sparsellm.models.contexts import replace_forward
 from sparsellm.runtime import collectives, devices
@@ -58,6 +59,7 @@ class ResidentWeights:
     on_disk = False
 
     def __init__(self, model: nn.Module) -> None:
+        check_in_memory(model)
         self._model = model
 
     def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
@@ -212,6 +214,30 @@ def block_inputs(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor)
     if missing:
         raise UnsupportedModel(f"A {class_name} does not run {missing[0]} on text, so the inputs of its layers are unknown.")
     return [inputs[block.index] for block in blocks]
+
+
+def check_in_memory(model: nn.Module, *, hooks: bool = False) -> None:
+    """Raise InvalidSetting for tensors without values, with which torch computes all the same.
+
+    Args:
+        hooks: Accept those that hooks of accelerate load when they are used.
+    """
+    for path, module in model.named_modules():
+        for name, tensor in chain(module.named_parameters(path, recurse=False), module.named_buffers(path, recurse=False)):
+            if tensor.is_meta and not (hooks and hasattr(module, "_hf_hook")):
+                raise InvalidSetting(f"{name} is not in memory. Load the whole model, or pass its folder.")
+
+
+def check_is_model(model: Any, expected: str = "A model of transformers is needed") -> None:
+    """Raise InvalidSetting for what is no model of transformers, such as a pipeline or a module that wraps one."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return
+    inner = next((x for x in ("model", "module", "_orig_mod") if isinstance(getattr(model, x, None), PreTrainedModel)), "")
+    advice = f" Pass its attribute {inner}." if inner else ""
+    advice = " Merge its adapters, and pass the result." if hasattr(model, "merge_and_unload") else advice
+    raise InvalidSetting(f"{expected}, got {type(model).__name__}.{advice}")
 
 
 @contextmanager

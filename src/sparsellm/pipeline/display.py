@@ -244,7 +244,8 @@ def line(state: State, memory: tuple[int, int], width: int) -> str:
     units = f", {state.unit} {int(state.done):,}/{state.total:,}" if state.unit and state.total else ""
     memory_share = f"  memory {100 * memory[0] / memory[1]:.0f}%"
     if state.fraction is None or state.seconds_left is None:
-        tail = f"  {human_seconds(state.elapsed)}{memory_share}"
+        percentage = "" if state.fraction is None else f"  {int(100 * state.fraction)}%"
+        tail = f"{percentage}  {human_seconds(state.elapsed)}{memory_share}"
     else:
         percentage, left = f"{int(100 * state.fraction)}%", time_left(state.seconds_left)
         tail = f"  {percentage}  {human_seconds(state.elapsed)}, {left}{memory_share}"

@@ -9,7 +9,7 @@ class, so all three follow from its report and the table of families, as long as
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path, PurePath
@@ -27,6 +27,8 @@ from sparsellm.checkpoints.opening import OpenedFiles, describe_quantization, op
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, plural
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.formats.linear import PackedLinear
+from sparsellm.formats.packed_experts import FUSED, PackedExperts
 from sparsellm.methods import StoredPattern
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.pipeline.loading import open_source
@@ -35,7 +37,7 @@ from sparsellm.pipeline.outputs import Output, read_output
 from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.pipeline.report import load_report
 from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.linalg import count_zeros
+from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.quantization import format_fields
 
@@ -80,6 +82,8 @@ class Inspection(Summarized, CheckpointComparison):
         layers: Zeros of each linear layer in the blocks.
         parameters: Number of parameters, tied ones counted once.
         zeros: Number of parameters that are zero.
+        not_finite: Number of parameters that are NaN or infinite.
+        not_finite_in: The tensors that these are in.
         expected: The expected pattern, if any.
         against: Name of the other model, if any.
         missing: Layers that the model should have and does not.
@@ -98,6 +102,8 @@ class Inspection(Summarized, CheckpointComparison):
     total: float = 0.0
     total_holds: bool = True
     packed: str = ""
+    not_finite: int = 0
+    not_finite_in: tuple[str, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -132,6 +138,7 @@ class Inspection(Summarized, CheckpointComparison):
         model = f"{PurePath(self.model).name}: {percent:.2f} % zeros in {plural(len(self.layers), 'layer')}"
         if self.bits_per_weight is not None:
             model += f", {self.bits_per_weight:.3f} bits a weight of layers with integers"
+        model += f", {plural(self.not_finite, 'number')} NaN or infinite" if self.not_finite else ""
         equal = self.alike + len(self.converted)
         differences = f"{len(self.changed)} tensors differ from {PurePath(self.against or '').name}, {equal} are equal"
         if self.converted:
@@ -188,8 +195,9 @@ def inspect(
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []
-    formats = quantized_tensors(tensors.files)
+    formats = {**quantized_tensors(tensors.files), **listed.formats}
     parameters = zeros = 0
+    not_finite: dict[str, int] = {}
     counted: set[str] = set()
     for key, tensor in tensors:
         if tensors.one_name(key) in counted:
@@ -197,6 +205,8 @@ def inspect(
         counted.add(tensors.one_name(key))
         parameters += tensor.numel()
         zeros += count_zeros(tensor)
+        if not all_finite(tensor):
+            not_finite[key] = tensor.numel() - int(tensor.isfinite().sum())
         for name, view in layers_of.get(key, ()):
             layers.append(_layer_zeros(name, view(tensor), required.get(name), format=formats.get(key)))
     checked = [layer for layer in layers if layer.holds is not None]
@@ -204,7 +214,7 @@ def inspect(
     changes, other = CheckpointComparison(), None
     if against is not None:
         other = open_source(against, architecture, trusted=trust_remote_code, packed=True)
-        changes = compare(tensors, StoredTensors(other.folder, other.skeleton()))
+        changes = compare(tensors, StoredTensors(other.folder, other.skeleton(), other.model))
     return Inspection(
         model=listed.model,
         layers=tuple(layers),
@@ -217,6 +227,8 @@ def inspect(
         # Each layer rounds its number of zeros separately.
         total_holds=pattern is None or not allocated or removed >= pattern.count_removed(weights) - len(checked),
         packed=_packed_sizes(listed.folder),
+        not_finite=sum(not_finite.values()),
+        not_finite_in=tuple(not_finite),
         **vars(changes),
     )
 
@@ -230,17 +242,25 @@ class _Listed:
     tensors: StoredTensors
     layers: Mapping[str, Sequence[tuple[str, Callable[[Tensor], Tensor]]]]
     planned: dict[str, Pattern] | None
+    formats: Mapping[str, IntegerFormat] = field(default_factory=dict)
+    """Those of a packed model in memory, by the tensor."""
 
 
 def _listed_by_class(source: Checkpoint | InMemoryModel) -> _Listed:
     """List the layers that the model's class has."""
     skeleton, planned = source.skeleton(), planned_patterns(source.folder)
-    tensors = StoredTensors(source.folder, skeleton)
+    tensors = StoredTensors(source.folder, skeleton, source.model)
     layers = {
         key: [(block.full_name(name), partial(block.linear_view, name)) for block, name in pairs]
         for key, pairs in layers_by_parameter(skeleton, planned or ()).items()
     }
-    return _Listed(source.name, source.folder, tensors, layers, planned)
+    formats: dict[str, IntegerFormat] = {}
+    for path, module in source.model.named_modules() if source.model else ():
+        packed = [("weight", module)] if isinstance(module, PackedLinear) else []
+        if isinstance(module, PackedExperts):
+            packed = [(parameter, layer) for parameter in FUSED for _, layer in module.layers(parameter)]
+        formats |= {f"{path}.{name}": layer.format for name, layer in packed if layer.format}
+    return _Listed(source.name, source.folder, tensors, layers, planned, formats)
 
 
 def _listed_by_files(name: str) -> _Listed | None:

@@ -17,14 +17,14 @@ from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.checkpoints.tokenizers import NoTokenizer
-from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge, UnsupportedModel, first_line
+from sparsellm.errors import BadCheckpoint, MissingPackage, TooLarge, UnsupportedModel, first_line
 from sparsellm.formats import packed_tensors as packed_tensors  # so that packed tensors are decoded where they are read
 from sparsellm.methods import Plan
 from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
-from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, input_device, model_errors
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, check_is_model, input_device, model_errors
 from sparsellm.models.output_head import prediction_head
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
@@ -73,18 +73,11 @@ def named_model(
 
     Raises:
         InvalidSetting: The model is neither named nor a model of transformers, or not all of its weights are in memory.
+        UnsupportedModel: As `InMemoryModel`.
     """
     if isinstance(model, (str, Path)):
         return {"model": str(model)}, None
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        advice = " Pass its attribute model." if hasattr(model, "model") else ""
-        raise InvalidSetting(
-            f"A model is a folder, a hub name, or a model of transformers in memory, got {type(model).__name__}.{advice}"
-        )
-    if absent := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-        raise InvalidSetting(
-            f"{len(absent)} weights of the model are not in memory, {absent[0]} first. Load it as a whole, or pass its folder."
-        )
+    check_is_model(model, "A model is a folder, a hub name, or a model of transformers in memory")
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
 

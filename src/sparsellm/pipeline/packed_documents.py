@@ -11,7 +11,7 @@ from sparsellm import __version__
 from sparsellm.checkpoints.configuration import read_config
 from sparsellm.checkpoints.contradictions import check_doubles
 from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, documents_of
-from sparsellm.checkpoints.files import check_files
+from sparsellm.checkpoints.files import check_files, checkpoint_name
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import is_packed, parts_of
@@ -47,11 +47,7 @@ class Source:
     @classmethod
     def open(cls, name: str | Path) -> Source:
         """Find a checkpoint by its folder, hub name or "demo:opt"."""
-        if not isinstance(name, (str, Path)):
-            raise InvalidSetting(
-                f"A folder or hub name is needed, got {type(name).__name__}. Save the model, and name the folder."
-            )
-        folder = open_folder(str(name))
+        folder = open_folder(checkpoint_name(name))
         files = check_files(str(name), folder)
         stamps = Stamps.of(str(name), folder, files, documents_of(folder, weights=files, trusted=True))
         check_doubles(str(name), files)

@@ -70,8 +70,10 @@ class State:
 
     @property
     def fraction(self) -> float | None:
-        """Fraction of the command's time that has passed; None if the time left is not known."""
-        return None if self.seconds_left is None else self.elapsed / (self.elapsed + self.seconds_left)
+        """Fraction of the time that has passed, or of the runs where the time left is not known; None for one such run."""
+        if self.seconds_left is None:
+            return (self.run - 1) / self.runs if self.runs else None
+        return self.elapsed / (self.elapsed + self.seconds_left)
 
 
 class Progress:
@@ -79,9 +81,10 @@ class Progress:
 
     The rest of a stage takes as long for each unit as its finished units took: blocks, or sequences, answers and steps. A stage
     to come is known if the same was measured before: the pruned model is measured as long as the dense one was. A run to come
-    is known if it is announced to be like those before, whose results on the dense model it takes. Blocks that a journal
-    restores and results from a cache take no time and tell nothing. Where one stage to come is not known, neither is the time
-    left.
+    takes as long as the present one without the results on the dense model, if it is announced to be like it, and otherwise as
+    long as the runs so far in the mean. Blocks that a journal restores and results from a cache take no time and tell nothing.
+    Where one stage to come is not known, the present run takes as long as those before it; of the first one the time left is
+    not known then.
 
     Args:
         clock: Returns seconds.
@@ -91,6 +94,7 @@ class Progress:
         self._clock = clock
         self._started = self._stage_started = self._unit_started = clock()
         self._run, self._run_started, self._shared = NextRun(0, 0, ""), self._started, 0.0
+        self._runs, self._runs_seconds = 0, 0.0  # those before the present one that announced their stages
         self._stages: tuple[str, ...] = ()
         self._position = -1
         self._stage, self._advanced, self._detail = Stage(""), Advanced(0, 0, ""), ""
@@ -105,12 +109,18 @@ class Progress:
             self._stages, self._position = event.stages, -1
         elif isinstance(event, NextRun):
             self._leave_stage()
+            now = self._clock()
+            if self._stages:
+                self._runs += 1
+                self._runs_seconds += now - self._run_started - (self._shared if event.alike else 0.0)
             self._run, self._shared = event, 0.0
-            self._run_started = self._stage_started = self._clock()
+            self._run_started = self._stage_started = now
             self._stages, self._position, self._stage = (), -1, Stage("")
             self._seen.clear()
         elif isinstance(event, Stage):
             self._begin_stage(event)
+        elif isinstance(event, Advanced) and self._stage.blocks:  # a pass through a block
+            self._detail = f"block {self._blocks + 1}, {event.unit} {event.done:g}/{event.total}"
         elif isinstance(event, Advanced):
             if event.done > self._advanced.done:
                 self._finish_units(event.done - self._advanced.done)
@@ -186,7 +196,19 @@ class Progress:
         self._detail = f"mean error {statistics.fmean(errors):.3g}" if errors else ""
 
     def _seconds_left(self, now: float) -> float | None:
-        """Seconds to the end of the command; None if a stage or a run to come is not known."""
+        """Seconds to the end of the command; None if that is not known."""
+        left, since = self._run_left(now), now - self._run_started
+        if left is None and not self._runs:
+            return None
+        if left is None:
+            mean = self._runs_seconds / self._runs
+            left = max(mean - since, LEAST_LEFT * mean)
+        whole = since + left
+        other = whole - self._shared if self._run.alike else (self._runs_seconds + whole) / (self._runs + 1)
+        return max(left + (self._run.count - self._run.number) * other, 1e-3)
+
+    def _run_left(self, now: float) -> float | None:
+        """Seconds to the end of the present run; None if a stage to come is not known."""
         seen = self._seen.copy()
         seen[self._stage.name] += 1
         parts = [self._stage_left(now)]
@@ -196,12 +218,7 @@ class Progress:
         if self._position < 0 or None in parts:
             return None
         left = sum(part or 0.0 for part in parts)
-        left += self._measured.get((WRITING, 0), 0.0) if self._stage.name != WRITING else 0.0
-        if later := self._run.count - self._run.number:
-            if not self._run.alike:
-                return None
-            left += later * (now - self._run_started - self._shared + left)
-        return max(left, 1e-3)
+        return left + (self._measured.get((WRITING, 0), 0.0) if self._stage.name != WRITING else 0.0)
 
     def _stage_left(self, now: float) -> float | None:
         """Seconds to the end of the present stage; None if nothing of it was measured."""

@@ -58,7 +58,7 @@ def prune_run(
         SparseLLMError: See `sparsellm.errors`.
     """
     check_inputs(recipe, given=given, has_model=source is not None)
-    with recorded(recipe, observe) as records:
+    with recorded(recipe, observe, source) as records:
         report, observer = records.report, records.observer
         with run_stage(OPENING, report, observer):
             opened = open_model(recipe, source)
@@ -124,8 +124,10 @@ def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Ten
     if values:
         method = replace(method, values=values)  # type: ignore[type-var]
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with run_stage(ready.stage, report, observer, blocks=visited, layers=len(plan)):
-        for step in prune_blocks(loaded, batches, method, plan, fisher=fisher, factors=factors, journal=journal):
+    with run_stage(ready.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
+        for step in prune_blocks(
+            loaded, batches, method, plan, fisher=fisher, factors=factors, journal=journal, progress=advance
+        ):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)

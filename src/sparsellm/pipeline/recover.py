@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -51,7 +51,7 @@ def recover_run(
         SparseLLMError: See `sparsellm.errors`.
     """
     check_recovery_inputs(recipe, given=given, has_model=source is not None)
-    with recorded(recipe, observe) as records:
+    with recorded(recipe, observe, source) as records:
         report, observer = records.report, records.observer
         with run_stage(OPENING, report, observer):
             opened = open_model(recipe, source)
@@ -114,8 +114,8 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
     if journal:
         method = replace(method, store=JournalStore(journal).begin)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with run_stage(ready.stage, report, observer, blocks=visited, layers=len(plan)):
-        for step in recover_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal):
+    with run_stage(ready.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
+        for step in recover_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
@@ -143,16 +143,17 @@ def recover_blocks(
     *,
     fisher: Sequence[Tensor] = (),
     journal: Journal | None = None,
+    progress: Callable[[float, int], None] = lambda *_: None,
 ) -> Iterator[Step]:
     """Recover the blocks that have planned layers in place, and yield the results as `prune_blocks` does.
 
     Args:
         loaded: The dense model.
         plan: The pattern of each pruned layer, by full name.
-        fisher: As for `prune_blocks`, like `batches` and `journal`.
+        fisher: As for `prune_blocks`, like `batches`, `journal` and `progress`.
     """
 
     def steps(block: Block, inputs: Activations) -> Iterator[Step]:
         return block_steps(block, recovery.recover(block, inputs, plan), plan)
 
-    return visit_blocks(loaded, batches, recovery, plan, steps=steps, fisher=fisher, journal=journal)
+    return visit_blocks(loaded, batches, recovery, plan, steps=steps, fisher=fisher, journal=journal, progress=progress)

@@ -24,7 +24,7 @@ from sparsellm.pipeline.recipe_file import explain
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.results import GradualResult, SearchResult, Totals
 from sparsellm.pipeline.training_outcome import WHOLE_MODEL, changed_nothing, describe_recovery
-from sparsellm.pipeline.zeros_before import describe_pruning, note_after, note_surplus
+from sparsellm.pipeline.zeros_before import describe_pruning, describe_start, note_after, note_surplus
 from sparsellm.solvers.patterns import NM
 from sparsellm.solvers.statistics import TokenCount
 from sparsellm.texts.json_files import read_record, strict_json
@@ -132,6 +132,8 @@ class Report(Summarized):
         blocks: Results by block, in order.
         changed_outside: Names of the parameters outside of the blocks that a recovery changed.
         dtype_changed: Whether tensors have another dtype than in the dense model's files.
+        initial_sparsity: The fraction of the weights of the linear layers in the blocks that were zero before the run; 0 where
+            that is below `NOTABLE`, or the model was read block by block.
         inputs: Digests of the files that the run read, by the name of the model or text in the recipe.
         perplexity: Perplexity before and after, by text.
         tasks: Accuracy before and after, by task.
@@ -160,6 +162,7 @@ class Report(Summarized):
     blocks: list[BlockResult] = field(default_factory=list)
     changed_outside: tuple[str, ...] = ()
     dtype_changed: bool = False
+    initial_sparsity: float = 0.0
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     perplexity: Perplexities = field(default_factory=dict)
     tasks: Accuracies = field(default_factory=dict)
@@ -184,6 +187,11 @@ class Report(Summarized):
     def result(self) -> str:
         """What the run made of the dense model, in a word."""
         return "recovered" if self.pruned else "pruned"
+
+    @property
+    def start(self) -> str:
+        """What the model was before the run, in tables: dense, or with how many zeros."""
+        return describe_start(self.initial_sparsity, self.totals)
 
     @property
     def layers(self) -> list[LayerResult]:
@@ -377,6 +385,7 @@ class Report(Summarized):
             "gradual": self.gradual and GRADUAL.dump_python(self.gradual, mode="json", by_alias=True),
             "changed_outside": self.changed_outside,
             "dtype_changed": self.dtype_changed,
+            "initial_sparsity": self.initial_sparsity,
             "inputs": self.inputs,
         }
         of_output = {

@@ -17,6 +17,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.checkpoints.stamps import unchanged
 from sparsellm.errors import NonFinite
+from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.events import (
     ANSWERING,
@@ -25,6 +26,8 @@ from sparsellm.pipeline.events import (
     LOADING,
     MEASURING,
     PREDICTING,
+    PRUNING,
+    RECOVERING,
     SENSITIVITIES,
     TRAINING,
     Begun,
@@ -50,6 +53,7 @@ from sparsellm.pipeline.report import Report, When
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.startup import PlacementChoice, start_run
 from sparsellm.pipeline.work_directory import WorkDirectory
+from sparsellm.pipeline.zeros_before import initial_sparsity
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
 from sparsellm.training.block_training import split_batches
@@ -90,12 +94,26 @@ class Records:
 
 
 @contextmanager
-def recorded(recipe: Recipe | RecoveryRecipe, observe: Observer | None) -> Iterator[Records]:
-    """Context of a run, whose report has the remarks on the checkpoints that are opened in it."""
+def recorded(
+    recipe: Recipe | RecoveryRecipe, observe: Observer | None, source: Checkpoint | InMemoryModel | None
+) -> Iterator[Records]:
+    """Context of a run, whose report has the remarks on the checkpoints that are opened in it.
+
+    An error or an interrupt that leaves a model in memory changed has a note that says so.
+    """
     log, report = EventLog(), Report(recipe)
     observer = combine_observers(log, observe)
-    with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):
-        yield Records(report, observer, log)
+    try:
+        with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):
+            yield Records(report, observer, log)
+    except BaseException as error:
+        if isinstance(source, InMemoryModel) and {PRUNING, RECOVERING} & report.seconds.keys():
+            count = len(blocks_of(source.model))
+            done = min(report.blocks[-1].index + 1, count) if report.blocks else 0  # the head has the index after theirs
+            state = f"up to block {done} of {count}" if done else "in part"
+            state += ", and perhaps a part of another one" * (0 < done < count)
+            error.add_note(f"The model in memory was changed: it is {report.result} {state}. Load it again before you use it.")
+        raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +204,8 @@ class Run(Generic[P]):
         recipe, ready = self.ready.recipe, self.ready
         with run_stage(LOADING, self.report, self.observer):
             loaded = self.load()
+            if not loaded.weights.on_disk:
+                self.report.initial_sparsity = initial_sparsity(blocks_of(loaded.model))
             if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
                 check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0)
         if loaded.note:

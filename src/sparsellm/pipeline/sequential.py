@@ -53,6 +53,7 @@ def prune_blocks(
     fisher: Sequence[Tensor] = (),
     factors: Mapping[str, FisherFactors] | None = None,
     journal: Journal | None = None,
+    progress: Callable[[float, int], None] = lambda *_: None,
 ) -> Iterator[Step]:
     """Prune the planned layers of a model in place, and yield the result of each layer, epoch and block as soon as it is known.
 
@@ -68,6 +69,7 @@ def prune_blocks(
             planned weights are copied.
         journal: Stores each finished block before its result is yielded; blocks that it already holds are restored instead of
             pruned. Required for weights on disk, which are dropped when the next block is loaded.
+        progress: Called in each pass through a block with the batches that are done, and their number.
 
     Raises:
         InvalidSetting: The weights are on disk and there is no journal, or the method needs `fisher` and it is empty.
@@ -77,7 +79,9 @@ def prune_blocks(
         layers = _layer_steps(block, inputs, method, plan=plan, factors=factors or {})
         return block_steps(block, layers, plan, note=partial(method.note, block, plan))
 
-    return visit_blocks(LoadedModel.of(model), batches, method, plan, steps=steps, fisher=fisher, journal=journal)
+    return visit_blocks(
+        LoadedModel.of(model), batches, method, plan, steps=steps, fisher=fisher, journal=journal, progress=progress
+    )
 
 
 @torch.no_grad()
@@ -90,11 +94,12 @@ def visit_blocks(
     steps: Callable[[Block, Activations], Iterator[Step]],
     fisher: Sequence[Tensor] = (),
     journal: Journal | None = None,
+    progress: Callable[[float, int], None] = lambda *_: None,
 ) -> Iterator[Step]:
     """Change the blocks that have planned layers one after the other, each on what the changed blocks before it produce.
 
     Args:
-        batches: As for `prune_blocks`, like `fisher` and `journal`.
+        batches: As for `prune_blocks`, like `fisher`, `journal` and `progress`.
         reader: Says what of the activations is read.
         plan: The pattern of each layer, by full name.
         steps: Changes one block in place, and yields its results; the block's own comes last.
@@ -119,6 +124,7 @@ def visit_blocks(
         for block, inputs in visits:
             if block.index not in planned:
                 continue
+            inputs.pruned.progress = progress
             finished = journal.finished(block.index) if journal else None
             for step in [finished] if finished else steps(block, inputs):
                 if journal and isinstance(step, BlockResult):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from sparsellm.checkpoints.files import checkpoint_name
 from sparsellm.checkpoints.loading import context_length, open_checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.formats import kernels
@@ -112,7 +113,7 @@ def _dense_form(model: nn.Module, packed: str | Path, against: str | Path | None
             module.become_dense()  # which transformers computes in its own way
         return dense
     of_experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PackedExperts))
-    dense = open_checkpoint(str(against)).load(dtype_name(dtypes.pop()))
+    dense = open_checkpoint(checkpoint_name(against)).load(dtype_name(dtypes.pop()))
     for name, layer in layers.items():
         if name.startswith(of_experts):
             continue  # part of another parameter there

@@ -137,7 +137,7 @@ def verify(
     dense, dense_tensors, rounded = None, None, 0
     if against is not None:
         dense = open_source(against, architecture, trusted=trust_remote_code, packed=True)
-        dense_tensors = StoredTensors(dense.folder, dense.skeleton())
+        dense_tensors = StoredTensors(dense.folder, dense.skeleton(), dense.model)
     written = StoredTensors(folder, model)
     if dense is not None and dense_tensors is not None and is_exported_from(finished, dense.folder, written):
         differences, rounded = export_differences(written, dense_tensors, dense.name)

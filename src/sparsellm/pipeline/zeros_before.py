@@ -6,11 +6,26 @@ from collections.abc import Iterator, Sequence
 
 from sparsellm.errors import plural
 from sparsellm.methods import BlockMethod, LayerResult
+from sparsellm.models.blocks import Block
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.results import Totals
+from sparsellm.solvers.linalg import count_zeros
 
 NOTABLE = 0.01
 """Least fraction of zeros before a run that is reported. Some weights of models that were never pruned are zero by chance."""
+
+
+def initial_sparsity(blocks: Sequence[Block]) -> float:
+    """The fraction of the weights of all linear layers that are zero, as 0 where there are too few to be reported."""
+    weights = [layer.weight for block in blocks for layer in block.layers.values()]
+    share = sum(map(count_zeros, weights)) / max(sum(weight.numel() for weight in weights), 1)
+    return share if share >= NOTABLE else 0.0
+
+
+def describe_start(initial: float, totals: Totals) -> str:
+    """What the model was before a run, in tables: dense, or with how many zeros."""
+    share = max(initial, totals.sparsity_before)
+    return "dense" if share < NOTABLE else f"initial ({100 * share:.2f} % zeros)"
 
 
 def describe_pruning(recipe: Recipe, totals: Totals) -> str:

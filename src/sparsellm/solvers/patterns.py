@@ -38,6 +38,10 @@ class Unstructured:
     def __str__(self) -> str:
         return f"{100 * self.sparsity:.10g}%"
 
+    def __format__(self, _: str) -> str:
+        """Return the text for messages and tables, with fewer digits than that for files."""
+        return f"{100 * self.sparsity:.5g}%"
+
     @property
     def column_span(self) -> int | None:
         """Number of columns whose mask is chosen together; None for all columns."""
@@ -45,7 +49,7 @@ class Unstructured:
 
     def describe(self, predicate: str = "removed") -> str:
         """A description for messages and reports, of weights that are `predicate`."""
-        return f"{100 * self.sparsity:.10g} % {predicate}, unstructured"
+        return f"{100 * self.sparsity:.5g} % {predicate}, unstructured"
 
     def check(self, shape: tuple[int, int]) -> None:
         """Accept any (out, in) shape."""

@@ -123,7 +123,7 @@ class Comparison:
             head += [name, "change, %"]
         figures = [run.figures for run in self.runs]
         dense = {key: figure.dense for by_key in reversed(figures) for key, figure in by_key.items() if figure.dense}
-        line = ["dense", "", "", ""]
+        line = [", ".join(dict.fromkeys(run.report.start for run in self.runs)), "", "", ""]
         line += [cell for key in columns for cell in (_measured(dense.get(key)), "")]
         lines = [[*line, *(_measured(dense.get(task)) for task in tasks), "", ""]]
         for run, by_key in zip(self.runs, figures, strict=True):
@@ -268,7 +268,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
     for run in runs:
         for key, pair in run.perplexities.items():
             sequences.setdefault(key[0], set()).add(key)
-            values.setdefault(key, []).extend([pair["dense"].value] if "dense" in pair else [])
+            values.setdefault(key, []).extend([pair["dense"].value] if "dense" in pair and run.report.start == "dense" else [])
     for text, keys in sequences.items():
         if len(keys) > 1:
             yield f"The perplexity on {text} was measured on other sequences in other columns: compare within a column only."

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
+from sparsellm.checkpoints.files import checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.display import Display
@@ -162,7 +163,7 @@ def search(
     """
     target = Target.read(max_perplexity_increase, min_accuracy, max_size)
     text = None if calibration is None else str(calibration)
-    recipe = read_search({"model": str(model), **settings, "method": method, "calibration": text})
+    recipe = read_search({"model": checkpoint_name(model), **settings, "method": method, "calibration": text})
     distance = parse_pattern(step, "step").sparsity
     with Display("auto" if progress else "off") as display:
         observer = combine_observers(display, observe)

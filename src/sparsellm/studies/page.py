@@ -116,11 +116,11 @@ def comparison_page(comparison: Comparison) -> str:
     with style():
         return Page(
             title=f"{comparison.model}: {len(comparison.runs)} runs compared",
-            lead="A line for each run; changes are relative to the dense model.",
+            lead="A line for each run; changes are relative to the model before it.",
             notes=comparison.notes,
             tables=comparison.tables(),
             legend=" ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
-            samples={run.name: run.report.samples for run in comparison.runs if run.report.samples},
+            samples={run.name: _named(run.report) for run in comparison.runs if run.report.samples},
             command=report_command(comparison.folders),
             file="recipes.yaml",
             settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
@@ -209,6 +209,12 @@ def _word_columns(rows: Sequence[Sequence[str]]) -> list[int]:
     ]
 
 
+def _named(report: Report) -> dict[str, dict[str, str]]:
+    """The continuations of each prompt, by what the models are called."""
+    names = {"dense": report.start, "pruned": report.result}
+    return {prompt: {names[when]: text for when, text in pair.items()} for prompt, pair in report.samples.items()}
+
+
 def _percent(share: float) -> str:
     """A share in per cent, with a digit after the point if it is not zero."""
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
@@ -232,7 +238,7 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         ]
         for x, y in figures.items()
     ]
-    states = list(dict.fromkeys(("dense", "pruned", report.result)))
+    states = list(dict.fromkeys((report.start, "pruned", report.result)))
     bench = report.packing.bench if report.packing else None
     tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
     return Page(
@@ -250,11 +256,11 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         costs=costs.describe() if costs else [],
         exclude=exclude_options(costs.exclude) if costs else "",
         plots=run_plots(report) + ([speed_plot(bench)] if bench else []),
-        samples={"": report.samples} if report.samples else {},
+        samples={"": _named(report)} if report.samples else {},
         layers=[
             [
                 x.name,
-                str(x.pattern),
+                f"{x.pattern}",
                 f"{100 * x.sparsity:.2f} %{f' ({bounds[x.name]})' if x.name in bounds else ''}",
                 f"{x.error:.3g}",
             ]
@@ -310,7 +316,7 @@ def _sweep_page(path: Path) -> Page:
         tables={"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         legend=" ".join(legend(sweep, rows)),
         plots=sweep_plots(sweep, rows, outcomes),
-        samples={x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
+        samples={x.cell.name: _named(x.report) for x in outcomes if x.report and x.report.samples},
         command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",
@@ -338,6 +344,6 @@ def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]
             results = ", ".join(filter(None, (x.figure.short, x.figure.change_text)))
             places.setdefault(claim(x), []).append(f"at {sparsity} ({results})" if sparsity else f"({results})")
         dense = {x.figure.dense.short for x in rankings.values() if x.figure.dense}
-        subject = f"{model}, {spoken(measure)}{f' (dense {dense.pop()})' if len(dense) == 1 else ''}"
+        subject = f"{model}, {spoken(measure)}{f' (before {dense.pop()})' if len(dense) == 1 else ''}"
         sentences.append(f"{subject}: {'; '.join(kind + ', '.join(texts) for kind, texts in places.items())}.")
     return sentences

@@ -69,7 +69,7 @@ def searched(report: Report) -> Plot | None:
         text += f" Of {unsure} it cannot be told: the measurement is within its error of the target."
     rows = [
         [
-            f"{100 * x.sparsity:.10g} %",
+            f"{100 * x.sparsity:.5g} %",
             x.effort,
             value_with_error(value),
             "undecided" if x.undecided else "yes" if x.met else "no",

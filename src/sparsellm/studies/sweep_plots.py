@@ -68,7 +68,7 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
             order = -figure.value if figure.share else figure.value
             text = f"{figure.short}{f' ({figure.change_text})' if figure.change_text else ''}, {kind}"
             best[model] = min(best.get(model, (math.inf, "")), (order, text))
-    text = f"{capitalized(spoken(measure))} against {axis}; the dashed line is the dense model. "
+    text = f"{capitalized(spoken(measure))} against {axis}; the dashed line is the model before the run. "
     text += " ".join(f"{model}: the best value at {sweep.axes[axis][-1]} is {value}." for model, (_, value) in best.items())
     labels = {label: axis_value(axis, label) for label in sweep.axes[axis]}
     ticks = {x: ", ".join(label for label in labels if labels[label] == x) for x in labels.values()}
@@ -77,7 +77,7 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
         axes.set_xticks(list(ticks), list(ticks.values()), rotation=45 if len(ticks) > 4 else 0)
 
     drawing = _drawing(sweep, lines, rows, measure, xlabel=axis, of_line=(axis, SEED_AXIS, "model"), set_ticks=set_ticks)
-    head = ["model", "line", axis, "dense", spoken(measure), "change", "paper"]
+    head = ["model", "line", axis, ", ".join(dict.fromkeys(row.start for row in rows)), spoken(measure), "change", "paper"]
     table_rows = [line for lines_of_kind in table.values() for line in lines_of_kind]
     if not any("".join(line[6:]) for line in table_rows):  # the sweep has no published values
         head, table_rows = head[:6], [line[:6] for line in table_rows]
@@ -112,7 +112,7 @@ def against_bits(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) 
     drawing = _drawing(sweep, lines, rows, measure, xlabel=BITS_A_WEIGHT, of_line=of_line, set_ticks=set_ticks)
     fewest, most = (f"{choose(row.figures[BITS_A_WEIGHT].value for row in rows):.2f}" for choose in (min, max))
     text = f"{capitalized(spoken(measure))} against the bits a weight of the packed layers, {fewest} to {most}. "
-    text += "The dashed line is the dense model. Cells without integers are left out."
+    text += "The dashed line is the model before the run. Cells without integers are left out."
     head = ["model", "cell", BITS_A_WEIGHT, spoken(measure), "change"]
     return Plot(name, f"{capitalized(spoken(measure))} against {BITS_A_WEIGHT}", text, head, table, drawing)
 
@@ -183,7 +183,7 @@ def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> l
             ", ".join(filter(None, (figures[x].short, figures[x].change_text, f"alpha {x[0]}, beta {x[1]}")))
             for x in (lowest, highest)
         )
-        dense = next((f" Dense: {x.dense.measured}." for x in figures.values() if x.dense), "")
+        dense = next((f" Before: {x.dense.measured}." for x in figures.values() if x.dense), "")
         title = f"{capitalized(spoken(measure))} over alpha and beta, {label}"
         cells = [[figures[alpha, beta].value if (alpha, beta) in figures else math.nan for beta in betas] for alpha in alphas]
         texts = [[_in_cell(figures.get((alpha, beta))) for beta in betas] for alpha in alphas]
@@ -316,8 +316,8 @@ class PlotPoint(NamedTuple):
     joined: bool = True
 
 
-DENSE_LABEL = "dense"
-"""Label of the dense model's line."""
+DENSE_LABEL = "before"
+"""Label of the line of the models before their runs, which are dense or have zeros already."""
 
 Lines = dict[tuple[str, str], list[PlotPoint]]
 """Points, by title of the panel and label of the line."""
@@ -414,6 +414,6 @@ def _add_changes(axes: Axes, dense: float, share: bool) -> None:
         ):
             ticks[change] = y
     right.set_yticks(
-        list(ticks.values()), [f"{100 * x:+,g}{'' if share else ' %'}" if x else "dense" for x in ticks], fontsize=8
+        list(ticks.values()), [f"{100 * x:+,g}{'' if share else ' %'}" if x else DENSE_LABEL for x in ticks], fontsize=8
     )
     right.minorticks_off()

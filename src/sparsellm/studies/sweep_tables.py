@@ -27,12 +27,14 @@ class Row:
         figures: By measure; empty if no cell is finished.
         seeds: Number of cells in the mean.
         trouble: States of the cells that are not finished, as text.
+        start: What the model was before the run.
     """
 
     labels: Mapping[str, str]
     figures: Mapping[str, Figure]
     seeds: int
     trouble: str = ""
+    start: str = "dense"
 
 
 def table(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Row]:
@@ -48,7 +50,8 @@ def table(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Row]:
         names = finished[0] if finished else ()
         figures = {name: mean_over_seeds([values[name] for values in finished if name in values]) for name in names}
         trouble = ", ".join(sorted({cell.state for cell in cells if cell.state != "finished"}))
-        rows.append(Row(labels, _with_published(sweep, labels, figures), len(finished), trouble))
+        start = next((cell.report.start for cell in cells if cell.report is not None), "dense")
+        rows.append(Row(labels, _with_published(sweep, labels, figures), len(finished), trouble, start))
     return rows
 
 
@@ -118,7 +121,7 @@ def _left(row: Row, axes: Sequence[str]) -> list[str]:
 def _with_dense(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     """The rows, and before the first one of each dense model a row with that model's figures.
 
-    It has the labels on which the dense figures depend, such as the model and the sequence length, and "dense" on another axis.
+    It has the labels on which the dense figures depend, such as the model and the sequence length, and `start` on another axis.
     """
     with_dense = [(row, {name: x.dense for name, x in row.figures.items() if x.dense}) for row in rows]
     kept = [axis for axis in sweep.axes if axis != SEED_AXIS]
@@ -131,11 +134,11 @@ def _with_dense(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     for row, dense in with_dense:
         labels = {axis: label if axis in (*kept, sweep.columns) else "" for axis, label in row.labels.items()}
         if free := [axis for axis, label in labels.items() if not label]:
-            labels[free[0]] = "dense"
+            labels[free[0]] = row.start
         elif left := [axis for axis in labels if axis != sweep.columns]:
-            labels[left[0]] += ", dense"
+            labels[left[0]] += f", {row.start}"
         else:
-            labels[""] = "dense"
+            labels[""] = row.start
         if dense:
             result.setdefault(("dense", *labels.values()), Row(labels, dense, row.seeds))
         result[tuple(row.labels.values())] = row
@@ -168,7 +171,7 @@ def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     subjects = " and ".join(map(spoken, shown_measures(rows)))
     lines = [f"{capitalized(subjects)} of {', '.join(models(sweep))}."] if subjects else []
     if any(figure.change is not None for figure in figures):
-        lines.append("In brackets: the change from the dense model.")
+        lines.append("In brackets: the change from the model before the run.")
     lines += error_legend(figures)
     sources = dict.fromkeys(figure.source for figure in figures if figure.source)
     lines += [f"Paper: {source}." for source in sources]

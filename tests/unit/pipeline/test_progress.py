@@ -163,7 +163,7 @@ def test_runs_that_are_alike_are_known_from_the_first_one() -> None:
     assert progress.state().seconds_left == pytest.approx(10.0 + 20.0 + 2 * 40.0)
     played(progress, clock, [(10.0, [*block(1).layers, block(1)]), *sequences("measuring pruned", 20.0)])
     progress(NextRun(2, 3, "60%", alike=True))
-    assert progress.state().seconds_left is None, "nothing of this run is known before its stages are"
+    assert progress.state().seconds_left == pytest.approx(2 * 40.0), "until its stages are known, as long as the one before"
     played(progress, clock, [(0.0, [STAGES]), (0.0, [Stage("measuring dense")]), *list(blocks("pruning", [10.0, 10.0]))[:2]])
     state = progress.state()
     assert (state.run, state.runs, state.run_name, state.seconds_left) == (2, 3, "60%", pytest.approx(10 + 20 + 40))
@@ -190,13 +190,37 @@ def test_what_every_run_repeats_counts_for_each() -> None:
     assert progress.state().seconds_left == pytest.approx(10.0 + 40.0 + 3.0)
 
 
-def test_of_runs_that_differ_only_the_last_one_has_a_time_left() -> None:
-    for number, left in ((1, None), (2, 30.0)):
-        clock = Clock()
-        progress = Progress(clock)
-        progress(NextRun(number, 2, "wanda"))
-        played(progress, clock, run(10.0, 10.0)[: 1 + 21 + 2])
-        assert progress.state().seconds_left == (left and pytest.approx(left))
+def test_of_runs_that_differ_each_has_a_share_and_a_time_left() -> None:
+    """Those to come last as long as those so far in the mean, without one that announces no stages."""
+    clock = Clock()
+    progress = Progress(clock)
+    progress(NextRun(1, 4, "dense"))
+    played(progress, clock, [(0.0, [Stage("measuring")]), (1.0, [])])
+    assert (progress.state().fraction, progress.state().seconds_left) == (0.0, None)
+    progress(NextRun(2, 4, "wanda"))
+    assert (progress.state().fraction, progress.state().seconds_left) == (0.25, None)
+    played(progress, clock, run(10.0, 10.0)[: 1 + 21 + 2])
+    assert progress.state().seconds_left == pytest.approx(30.0 + 2 * 60.0)
+    played(progress, clock, [(10.0, [*block(1).layers, block(1)]), *sequences("measuring pruned", 20.0)])
+    progress(NextRun(3, 4, "alps"))
+    clock.now += 15.0
+    assert progress.state().seconds_left == pytest.approx(45.0 + 60.0), "its stages are not known yet"
+    played(progress, clock, run(10.0, 10.0)[: 1 + 21 + 2])
+    state = progress.state()
+    assert state.seconds_left == pytest.approx(30.0 + (60.0 + 75.0) / 2)
+    assert state.fraction == pytest.approx(state.elapsed / (state.elapsed + state.seconds_left))
+
+
+def test_a_block_that_takes_long_tells_its_passes() -> None:
+    """They are no units of the stage: blocks are."""
+    clock = Clock()
+    progress = Progress(clock)
+    played(progress, clock, [(0.0, [Schedule(("pruning",)), Stage("pruning", 2, 4), Advanced(3, 16, "batch")])])
+    state = progress.state()
+    assert (state.done, state.total, state.unit, state.detail) == (0, 4, "layer", "block 1, batch 3/16")
+    played(progress, clock, [(10.0, [*block(0).layers, block(0)]), (1.0, [Advanced(1, 16, "batch")])])
+    state = progress.state()
+    assert (state.detail, state.seconds_left) == ("block 2, batch 1/16", pytest.approx(9.0))
 
 
 def test_writing_counts_once_it_was_measured() -> None:
