@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sparsellm.activations.walk import walk as walk
     from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
-    from sparsellm.evaluation.perplexity import perplexity as perplexity
     from sparsellm.formats.transformers import load as load
     from sparsellm.methods import BlockMethod as BlockMethod
     from sparsellm.methods import BlockResult as BlockResult
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from sparsellm.models.blocks import blocks_of as blocks_of
     from sparsellm.pipeline.compressed_export import export as export
     from sparsellm.pipeline.evaluate import evaluate as evaluate
+    from sparsellm.pipeline.evaluate import perplexity as perplexity
     from sparsellm.pipeline.inspection import inspect as inspect
     from sparsellm.pipeline.interface import plan as plan
     from sparsellm.pipeline.interface import prune as prune
@@ -112,7 +112,7 @@ _CONTENTS = {
     "load_report": "pipeline.report",
     "pack": "pipeline.packing",
     "parse_pattern": "solvers.patterns",
-    "perplexity": "evaluation.perplexity",
+    "perplexity": "pipeline.evaluate",
     "plan": "pipeline.interface",
     "problem_of": "methods.layerwise",
     "prune": "pipeline.interface",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
+import sparsellm
 from sparsellm.errors import NonFinite
 from sparsellm.pipeline.interface import prune
 from sparsellm.solvers.problem import LayerProblem
@@ -80,6 +83,63 @@ def test_weights_near_the_end_of_float16_have_a_finite_error(
         refused(result, "layers.", "overflows torch.float16")
         return
     assert all(0 < layer["error"] < 1 for block in report_of(tmp_path / "out")["blocks"] for layer in block["layers"])
+
+
+def in_float16(dense: Path, folder: Path, **factors: float) -> Path:
+    """A copy of a model in float16, with the matrices whose names end with those of the layers times a factor."""
+    shutil.copytree(dense, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        grown = tensor * factors.get(name.split(".")[-2], 1)
+        tensors[name] = grown.clamp(-6e4, 6e4).half()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"dtype": "float16"}))
+    return folder
+
+
+OVERFLOWS = {
+    "none": {},
+    "residual": {"down_proj": 1e6, "up_proj": 1e2},
+    "inside": {"up_proj": 1e5, "gate_proj": 1e3, "down_proj": 1e-6},
+    "logits": {"norm": 1e5},
+}
+"""By where values pass 65,504, factors of layers."""
+
+
+@pytest.mark.parametrize("where", OVERFLOWS)
+@pytest.mark.parametrize("offload", [False, True])
+def test_figures_that_float16_does_not_give_are_marked(
+    where: str, offload: bool, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Callable[..., Result]
+) -> None:
+    """Perplexity is computed in float32: of a model that overflows in its own dtype, also within a block, a note says so."""
+    folder = in_float16(tiny["llama"], tmp_path / "model", **OVERFLOWS[where])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        assert bool(model(torch.arange(3, 35)[None]).logits.isfinite().all()) == (where == "none")
+    memory = ("--offload",) if offload else ()
+    words = ("--sparsity", "50%", "--method", "magnitude", "--evaluate", text_file, "--evaluate-limit", 4, *memory)
+    done = command("prune", folder, tmp_path / "out", *words, "--sequence-length", 32)
+    assert done.exit_code == 0, done.stderr
+    assert (done.stderr.count("overflow") == 1) == (where != "none"), done.stderr
+    report = report_of(tmp_path / "out")
+    assert any("overflow" in note for note in report["notes"]) == (where != "none")
+    if not offload:
+        done = command("evaluate", folder, "--text", text_file, "--evaluate-limit", 4, "--sequence-length", 32)
+        assert ("overflow" in done.stderr) == (where != "none")
+        notes: list[object] = []
+        sparsellm.evaluate(model, torch.arange(3, 35)[None], observe=notes.append)
+        assert any("overflow" in str(note) for note in notes) == (where != "none")
+
+
+def test_runs_that_share_the_dense_model_are_all_marked(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Also where the dense model's figures are known from an earlier run, and the pruned one overflows no more."""
+    folder = in_float16(tiny["llama"], tmp_path / "model", norm=1e5)
+    several = sparsellm.prune(
+        str(folder), "magnitude", ["50%", "60%"], evaluate=str(text_file), evaluate_limit=4, sequence_length=32
+    )
+    for result in several:
+        assert sum("overflow" in note for note in result.report.notes) == 1
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.feedforward import PlainFeedForward
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.inspection import inspect
-from sparsellm.pipeline.loading import choose_placement, open_model
+from sparsellm.pipeline.loading import check_runs, choose_placement, open_model
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.planning import estimate
 from sparsellm.pipeline.preparation import make_plan, prepare_pruning
@@ -169,6 +170,13 @@ def test_activations_are_those_of_transformers(activation: str) -> None:
     """What a name in a configuration means there, it means here."""
     z = 3 * torch.randn(40, 5, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
     torch.testing.assert_close(PlainFeedForward("up", "down", activation).activate(z), ACT2FN[activation](z))
+
+
+@each_family
+def test_it_is_causal(name: str) -> None:
+    """Two passes that differ in the last token alone predict the same before it, as a whole and block by block."""
+    for by_block in (False, True):
+        check_runs(LoadedModel.of(tiny(name)), by_block=by_block, predicts=True)
 
 
 @each_family

@@ -22,7 +22,9 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.architectures import ARCHITECTURES, ROUTERS
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.experts import expert_members, experts_of
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.loading import check_runs
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -117,6 +119,13 @@ def matrices(block: Block) -> set[str]:
         *(f".{router}." for router in ROUTERS),
     )
     return {name for name in found if not any(part in name for part in left)}
+
+
+@each_form
+def test_it_is_causal(name: str) -> None:
+    """Two passes that differ in the last token alone predict the same before it, as a whole and block by block."""
+    for by_block in (False, True):
+        check_runs(LoadedModel.of(tiny(name)), by_block=by_block, predicts=True)
 
 
 @each_form

@@ -9,10 +9,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PreTrainedModel,
+)
 
-from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.evaluation.perplexity import perplexity
+import sparsellm
+from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
+from sparsellm.evaluation.perplexity import perplexity, streamed_perplexity
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
 
@@ -128,6 +144,51 @@ def test_nothing_but_tokens_is_passed() -> None:
     found = perplexity(Uniform(), windows())  # type: ignore[arg-type]
     assert found.value == pytest.approx(VOCABULARY)
     assert found.standard_error == pytest.approx(0, abs=1e-6)
+
+
+def not_causal(kind: str) -> PreTrainedModel:
+    """A model in which a token changes what is predicted before it: in all blocks, or in the last one only."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": LENGTH}
+    gemma = {**sizes, "num_key_value_heads": 2, "head_dim": 8}
+    if kind == "gemma3":
+        layers = ["sliding_attention", "full_attention"]
+        config = Gemma3TextConfig(**gemma, use_bidirectional_attention=True, sliding_window=4, layer_types=layers)
+        return Gemma3ForCausalLM(config).eval()
+    if kind == "paligemma":
+        tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision = {**tower, "image_size": 28, "patch_size": 14, "projection_dim": 32}
+        config = PaliGemmaConfig(text_config={**gemma, "model_type": "gemma"}, vision_config=vision, image_token_index=95)
+        return PaliGemmaForConditionalGeneration(config).eval()
+    if kind == "bert":
+        return BertLMHeadModel(BertConfig(**sizes)).eval()
+    model = small("llama")
+    norm = model.model.layers[-1].input_layernorm
+    norm.register_forward_hook(lambda _, inputs, output: output + 0.1 * output.roll(-1, 1))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma", "last block"])
+def test_a_model_that_is_not_causal_has_no_figures(kind: str) -> None:
+    """By what it computes, whatever its type: in memory, by block, of a run. Pruning it is legal, and noted."""
+    model, tokens = not_causal(kind), windows()
+    settings = {"method": "wanda", "sparsity": "50%", "calibration": tokens, "samples": 7}
+    for measure in (
+        lambda: sparsellm.perplexity(model, tokens),
+        lambda: sparsellm.evaluate(model, tokens),
+        lambda: streamed_perplexity(LoadedModel.of(model), tokens),
+        lambda: sparsellm.prune(model, evaluate=tokens, **settings),
+    ):
+        with pytest.raises(UnsupportedModel, match="not causal"):
+            measure()
+    assert any("not causal" in note for note in sparsellm.prune(model, **settings).report.notes)
+
+
+def test_bert_is_not_causal() -> None:
+    """It has the head of a language model, and attends in both directions unless it `is_decoder`."""
+    with pytest.raises(UnsupportedModel, match="not causal"):
+        sparsellm.perplexity(not_causal("bert"), windows())
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 1), (8,), (1, 2, 8)])

@@ -5,25 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sparsellm.activations.streams import CaptureRequest, Stream
-from sparsellm.activations.walk import walk
+from sparsellm.activations.streams import CaptureRequest, Stream, cast
+from sparsellm.activations.walk import Activations, walk
 from sparsellm.checkpoints.loading import compute_dtype
-from sparsellm.errors import InvalidSetting, NonFinite
+from sparsellm.checkpoints.remarks import remark
+from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, dtype_name
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Perplexity
-from sparsellm.models.blocks import blocks_of
+from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
-from sparsellm.models.loaded_model import LoadedModel, check_in_memory, model_errors
-from sparsellm.models.output_head import kl_of_logits, prediction_head
-from sparsellm.runtime import collectives
+from sparsellm.models.loaded_model import LoadedModel, check_in_memory, input_device, model_errors
+from sparsellm.models.output_head import is_causal, kl_of_logits, not_causal, other_last_token, prediction_head
+from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import fast_linear_layers
+from sparsellm.solvers.linalg import all_finite
 from sparsellm.texts.padding import count_tokens, sequence_lengths, token_digest, unpadded_batches
 
 if TYPE_CHECKING:
@@ -37,6 +42,10 @@ COMPARED_TOKENS = 128
 
 ON_IDS = "on token ids"
 """How a model is run, in errors."""
+
+TRIED_SEQUENCES, TRIED_TOKENS = 4, 128
+"""Sequences on which a model is tried, and most tokens of each: from their starts, where activations are largest (Sun et al.,
+Massive activations in large language models, COLM 2024)."""
 
 AMPLE = 2**30
 """Bytes of memory below which `batch_to_measure` reduces the batch size."""
@@ -118,17 +127,36 @@ def streamed_perplexity(
     batch = len(batches[0])
     started, blocks = time.perf_counter(), blocks_of(model)
     local: list[list[float]] = []
+    starts = _starts(model, windows)
+    others = other_last_token(starts)
+    tried = [x for x in (starts, others) for _ in range(collectives.world())]  # a pass of their own would read all blocks again
+    own, finite = _narrow_dtype(model, loaded.compute), True
 
     def report(part: int, index: int) -> None:
         passed = min((index * collectives.world() + 1) * batch, total)
         if progress is not None:
             progress((part * total + passed) / (len(blocks) + 1), total)  # the prediction head counts as a block
 
-    for outputs in _last_block_outputs(loaded, batches, report):
-        with loaded.weights.non_block(), prediction_head(model, blocks, loaded.compute) as predict:
-            for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), outputs, strict=True):
-                local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
-                report(len(blocks), len(local) - 1)
+    def try_block(block: Block, inputs: Activations) -> None:
+        nonlocal finite
+        if own and finite:
+            hidden, call = inputs.pruned[len(inputs.pruned) - 2], inputs.calls(block)[-2]
+            with _stored_dtype(block, own):
+                finite = _is_finite(partial(block, cast(hidden, own), cast(call, own)))
+
+    for outputs in _last_block_outputs(loaded, [*batches, *tried], report, try_block):
+        last, other = (outputs[len(outputs) - place] for place in (2, 1))
+        with loaded.weights.non_block():
+            with prediction_head(model, blocks, loaded.compute) as predict:
+                _refuse_unless_causal(model, predict(starts, last), predict(others, other), dtype=loaded.computed_in)
+                for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), outputs, strict=False):
+                    local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
+                    report(len(blocks), len(local) - 1)
+            if own and finite:
+                with prediction_head(model, blocks) as predict:
+                    finite = _is_finite(partial(predict, starts, cast(last, own)))
+    if not finite:
+        _remark_overflow(model, source)
     return _gather(local, windows, source, started=started)
 
 
@@ -151,7 +179,9 @@ def measure_perplexity(
     batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
     if loaded.weights.on_disk:
         return streamed_perplexity(loaded, windows, source, batch=batch, progress=progress)
-    return measured(loaded.model, windows, source, batch=batch, progress=progress)
+    result = measured(loaded.model, windows, source, batch=batch, progress=progress)
+    remark_overflow(loaded.model, windows, source)
+    return result
 
 
 def measured(
@@ -178,19 +208,103 @@ def last_block_outputs(loaded: LoadedModel, batches: Sequence[Tensor]) -> list[T
 
 
 def _last_block_outputs(
-    loaded: LoadedModel, batches: Sequence[Tensor], report: Callable[[int, int], None] | None = None
+    loaded: LoadedModel,
+    batches: Sequence[Tensor],
+    report: Callable[[int, int], None] | None = None,
+    visit: Callable[[Block, Activations], None] | None = None,
 ) -> Iterator[Stream]:
     """Yield the outputs of the last block once, computed block by block; valid until the caller continues.
 
-    `report` is called with the indices of block and batch after each batch.
+    `report` is called with the indices of block and batch after each batch, and `visit` before the first one of each block.
     """
     last = len(blocks_of(loaded.model)) - 1
     for block, inputs in walk(replace(loaded, products=None), batches):  # texts are measured in `compute`
+        if visit is not None:
+            visit(block, inputs)
         for index, _ in enumerate(inputs.pruned.run(block, CaptureRequest(), advance=True)):
             if report is not None:
                 report(block.index, index)
         if block.index == last:
             yield inputs.pruned
+
+
+def _starts(model: PreTrainedModel, windows: Tensor) -> Tensor:
+    """The starts of some longer sequences, (sequences, tokens), to try a model on; with logits as small as a batch's."""
+    lengths = sequence_lengths(windows)
+    rows = (lengths >= lengths.median()).nonzero().flatten()
+    rows = rows[:: -(-len(rows) // TRIED_SEQUENCES)]
+    room = LOGITS_MEMORY // (8 * len(rows) * _vocabulary(model))
+    return windows[rows, : max(2, min(TRIED_TOKENS, room, int(lengths[rows].min())))]
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel, windows: Tensor) -> None:
+    """Raise UnsupportedModel for a model that is not causal on sequences of token ids, (sequences, length)."""
+    _check(model, windows)
+    starts = _starts(model, windows).to(input_device(model))
+    with eval_mode(model):
+        logits = [model(input_ids=x, use_cache=False).logits for x in (starts, other_last_token(starts))]
+    _refuse_unless_causal(model, *logits, dtype=model.dtype)
+
+
+def _refuse_unless_causal(model: PreTrainedModel, logits: Tensor, others: Tensor, *, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel unless `is_causal`."""
+    if not is_causal(logits, others, dtype=dtype):
+        raise UnsupportedModel(f"{not_causal(model)}. Its perplexity would mean nothing.")
+
+
+def _narrow_dtype(model: PreTrainedModel, compute: torch.dtype | None) -> torch.dtype | None:
+    """The model's own dtype, if it has a smaller range than that of the computation, as float16; otherwise None."""
+    own = model.dtype
+    return own if compute and torch.finfo(own).tiny > torch.finfo(compute).tiny else None
+
+
+def _is_finite(run: Callable[[], Tensor]) -> bool:
+    """Whether a pass gives finite numbers. It is taken to do so where the device cannot compute in that dtype."""
+    try:
+        return all_finite(run())
+    except RuntimeError as error:
+        if devices.is_out_of_memory(error):
+            raise
+        return True
+
+
+@contextmanager
+def _stored_dtype(block: Block, dtype: torch.dtype) -> Iterator[None]:
+    """Within the context, a block computes with the parameters that are stored in `dtype` as they are stored."""
+    parameters = [x for name, x in block.module.named_parameters() if block.dtypes[name] == dtype]
+    values = [x.data for x in parameters]  # kept, so that a block read block by block is not cast twice
+    try:
+        for parameter in parameters:
+            parameter.data = parameter.data.to(dtype)
+        yield
+    finally:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+
+
+@torch.no_grad()
+def remark_overflow(model: PreTrainedModel, windows: Tensor, source: str) -> None:
+    """Remark that a model whose figures are computed in float32 gives none in its own dtype, if so at the start of a text.
+
+    A pass in that dtype tells it of all operations, within blocks too, but for what the model itself computes in float32.
+
+    Args:
+        windows: Token ids, (sequences, length).
+        source: What is measured.
+    """
+    if _narrow_dtype(model, compute_dtype(model)):
+        tokens = _starts(model, windows).to(input_device(model))
+        with eval_mode(model):
+            if not _is_finite(lambda: model(input_ids=tokens, use_cache=False).logits):
+                _remark_overflow(model, source)
+
+
+def _remark_overflow(model: PreTrainedModel, source: str) -> None:
+    """Make that remark."""
+    name = PurePath(model.name_or_path).name or type(model).__name__
+    text = f"the figures on {source} are computed in float32: in {dtype_name(model.dtype)}, its own dtype, {name} overflows"
+    remark(f"{text} to infinity or NaN", (name, source))
 
 
 @torch.no_grad()

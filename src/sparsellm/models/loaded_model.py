@@ -98,6 +98,11 @@ class LoadedModel:
     note: str = ""
     products: torch.dtype | None = None
 
+    @property
+    def computed_in(self) -> torch.dtype:
+        """Dtype of the matrix products of passes through the blocks."""
+        return self.products or self.compute or self.model.dtype
+
     @classmethod
     def of(cls, model: PreTrainedModel | LoadedModel, compute: torch.dtype | None = None) -> LoadedModel:
         """Return a `LoadedModel` as it is, and a model in memory with the default settings, computing in `compute`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -162,6 +163,29 @@ def head_inputs(
 
     with prediction_head(model, blocks, dtype) as predict, replace_forward(model.get_output_embeddings(), record):
         yield inputs
+
+
+def other_last_token(tokens: Tensor) -> Tensor:
+    """The tokens, (batch, seq), with the last but one in place of the last."""
+    return torch.cat([tokens[:, :-1], tokens[:, -2:-1]], dim=1)
+
+
+def is_causal(logits: Tensor, others: Tensor, *, dtype: torch.dtype) -> bool:
+    """Whether the last token changes what is predicted before it by no more than rounding does.
+
+    Args:
+        logits: (batch, seq, vocabulary), of some tokens.
+        others: The same of `other_last_token` of them.
+        dtype: Dtype of the computation. Experts that get other tokens round differently, and a router that is rounded
+            differently may choose another expert: hence far more than its precision.
+    """
+    moved = (logits[:, :-1].float() - others[:, :-1].float()).abs().max()
+    return not bool(moved > math.sqrt(torch.finfo(dtype).eps) * logits.abs().max())
+
+
+def not_causal(model: PreTrainedModel) -> str:
+    """What is said of a model that is not causal."""
+    return f"A {type(model).__name__} is not causal on text alone: what it predicts of a token depends on that and later tokens"
 
 
 def kl_of_logits(teacher: Tensor, student: Tensor) -> Tensor:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Unpack
 
+from torch import Tensor
+
 import sparsellm.formats.transformers  # noqa: F401  (registers packed models)
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.evaluation.measurements import Evaluation
-from sparsellm.evaluation.perplexity import measure_perplexity
+from sparsellm.evaluation.measurements import Evaluation, Perplexity
+from sparsellm.evaluation.perplexity import check_causal, measure_perplexity
+from sparsellm.evaluation.perplexity import perplexity as tokens_perplexity
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.early_checks import check_inputs
@@ -94,6 +97,44 @@ def evaluate(
             return evaluate_recipes(runs, observer, given)
 
 
+@recipe_keywords(EvaluationKeywords)
+def perplexity(
+    model: str | Path | PreTrainedModel,
+    text: str | Path | CalibrationData,
+    source: str = "",
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch: int | None = None,
+    progress: Callable[[float, int], None] | None = None,
+    **settings: Unpack[EvaluationKeywords],
+) -> Perplexity:
+    """Measure a model's perplexity on one text.
+
+    Of a model in memory on a tensor of token ids it is computed in the model's dtype, otherwise as by `evaluate`.
+
+    Args:
+        model: As for `evaluate`.
+        text: A text, or data, as for `evaluate`; or token ids as for `sparsellm.evaluation.perplexity.perplexity`.
+        source: Name of the token ids, for the result.
+        tokenizer: Tokenizer of a model in memory.
+        batch: Of token ids, the sequences per batch.
+        progress: Of token ids, called after each batch with the number of evaluated sequences and their total.
+        **settings: As for `evaluate`.
+
+    Raises:
+        SparseLLMError: As `evaluate`.
+    """
+    if isinstance(text, Tensor) and not isinstance(model, (str, Path)) and not settings:
+        check_causal(model, text)
+        return tokens_perplexity(model, text, source, batch=batch, progress=progress)
+    if source or batch is not None or progress is not None:
+        raise InvalidSetting("`source`, `batch` and `progress` are for token ids. Leave them out, or call `evaluate`.")
+    found = list(evaluate(model, text, tokenizer=tokenizer, **settings).perplexity.values())
+    if len(found) != 1:
+        raise InvalidSetting(f"One text has a perplexity, got {len(found)}. Call `evaluate`.")
+    return found[0]
+
+
 def evaluate_recipes(
     runs: Sequence[tuple[Recipe, InMemoryModel | None]], observer: Observer, given: Given | None = None
 ) -> Evaluation:
@@ -143,7 +184,7 @@ def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer, 
     observer(Schedule((LOADING, *[MEASURING] * len(tests), *[ANSWERING] * bool(recipe.task))))
     observer(Stage(LOADING))
     loaded = load_model(recipe, opened, folder=Path(tempfile.gettempdir()))
-    check_runs(loaded, by_block=loaded.weights.on_disk)
+    check_runs(loaded, by_block=loaded.weights.on_disk, predicts=True)
     perplexity, accuracy = {}, {}
     for name, test in tests.items():
         observer(Stage(MEASURING))

@@ -157,10 +157,11 @@ def run_stage(
 
 
 def add_note(text: str, report: Report, observer: Observer) -> None:
-    """Add a note to the report, in the words of whoever started the run, and send it as an event."""
+    """Add a note to the report, in the words of whoever started the run, and send it as an event, unless it is there."""
     text = worded(text)
-    report.notes.append(text)
-    observer(Note(text))
+    if text not in report.notes:
+        report.notes.append(text)
+        observer(Note(text))
 
 
 class EventLog:

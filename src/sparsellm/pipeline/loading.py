@@ -14,6 +14,7 @@ from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.machine_cache import use_cache
+from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.checkpoints.tokenizers import NoTokenizer
@@ -25,7 +26,7 @@ from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, check_is_model, input_device, model_errors
-from sparsellm.models.output_head import prediction_head
+from sparsellm.models.output_head import is_causal, not_causal, other_last_token, prediction_head
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
@@ -265,36 +266,51 @@ def load_model(
     return LoadedModel(model, weights, storage, compute, placement.memory, placement.note, placement.products)
 
 
+def short_sequence(model: PreTrainedModel) -> Tensor:
+    """Token ids to try a model on, (1, seq)."""
+    vocabulary: int = model.get_input_embeddings().num_embeddings
+    return torch.arange(TEST_TOKENS).view(1, -1) % vocabulary
+
+
 @torch.no_grad()
-def check_runs(loaded: LoadedModel, by_block: bool) -> None:
-    """Run a model on one short sequence.
+def check_runs(loaded: LoadedModel, *, by_block: bool, predicts: bool) -> None:
+    """Run a model on two short sequences that differ in the last token.
 
     Args:
         by_block: Run it block by block, as it is pruned, instead of as a whole. Of an offloaded model only the first block
             is run, since loading the others takes long.
+        predicts: Whether predictions are measured, or learned from: those of a model that is not causal mean nothing.
 
     Raises:
-        UnsupportedModel: The model's own code fails.
+        UnsupportedModel: The model's own code fails; or the model is not causal, and `predicts`.
         NonFinite: The output of a block has NaN or infinity.
     """
     model = loaded.model
-    tokens = torch.arange(TEST_TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
+    tokens = short_sequence(model)
+    sequences = [tokens, other_last_token(tokens)]
     with model_errors(model, "as its config.json says"):
         if by_block:
-            _run_blocks(loaded, tokens)
+            logits = _run_blocks(loaded, sequences)
         else:
             with eval_mode(model), compute_dtype_context(model, loaded.compute):
-                logits = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
-                assert logits.shape[:2] == tokens.shape, f"logits of {tuple(logits.shape)}"
+                logits = [model(input_ids=x.to(input_device(model)), use_cache=False).logits for x in sequences]
+                assert logits[0].shape[:2] == tokens.shape, f"logits of {tuple(logits[0].shape)}"
+    if is_causal(*logits, dtype=loaded.computed_in):
+        return
+    if predicts:
+        raise UnsupportedModel(f"{not_causal(model)}. Its perplexity and answers would mean nothing: leave them out.")
+    remark(f"{not_causal(model)}. It is pruned for its activations on such text; perplexity would mean nothing.", "causal")
 
 
-def _run_blocks(loaded: LoadedModel, tokens: Tensor) -> None:
-    """Run all blocks, or only the first of an offloaded model, and the prediction head on one sequence, (1, seq)."""
+def _run_blocks(loaded: LoadedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """The logits of sequences, (1, seq), after all blocks; or after the first of an offloaded model."""
     blocks = blocks_of(loaded.model)
     last = 0 if loaded.weights.on_disk else len(blocks) - 1
-    batches = [tokens] * collectives.world()  # one per process
+    batches = [x for x in sequences for _ in range(collectives.world())]  # each process runs all
+    logits: list[Tensor] = []
     for block, inputs in walk(loaded, batches, stop=last + 1):
         if block.index == last:
             inputs.advance(block)
             with loaded.weights.non_block(), prediction_head(loaded.model, blocks, loaded.compute) as predict:
-                predict(tokens, inputs.pruned[0])
+                logits = [predict(x, hidden) for x, hidden in zip(sequences, inputs.pruned, strict=True)]
+    return logits

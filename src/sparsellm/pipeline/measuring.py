@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.checkpoints.remarks import remark, remarks_to
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, generate_text, measure_of
-from sparsellm.evaluation.perplexity import measure_perplexity
+from sparsellm.evaluation.perplexity import measure_perplexity, remark_overflow
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.events import (
@@ -26,7 +27,7 @@ from sparsellm.pipeline.events import (
     run_stage,
 )
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key
-from sparsellm.pipeline.loading import OpenedModel, Placement, load_model
+from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, short_sequence
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import Report, When
@@ -45,7 +46,9 @@ def measure_accuracies(
 ) -> dict[str, Accuracy]:
     """The accuracies on the recipe's tasks."""
     folder, limit = recipe.task_data, recipe.task_limit
-    return evaluate_tasks(loaded, tokenizer, recipe.task, folder=folder, limit=limit, progress=advance)
+    result = evaluate_tasks(loaded, tokenizer, recipe.task, folder=folder, limit=limit, progress=advance)
+    remark_overflow(loaded.model, short_sequence(loaded.model), ", ".join(recipe.task))
+    return result
 
 
 def measure_checkpoint(
@@ -66,7 +69,9 @@ def measure_checkpoint(
         with run_stage(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
             known = report.before(text)
             if known is None or text == SOURCE or not _is_of(known, test):
-                loaded = loaded or load_model(report.recipe, opened, folder=folder, placement=placement)
+                if loaded is None:
+                    loaded = load_model(report.recipe, opened, folder=folder, placement=placement)
+                    check_runs(loaded, by_block=loaded.weights.on_disk, predicts=True)
                 known = measure_perplexity(loaded, test, text, progress=advance)
             results[text] = known
     return results
@@ -97,8 +102,17 @@ def measure_into(
     def recall(tokens: Tensor, name: str, find: Callable[[], Value], *, kind: Any) -> Value:
         if shared is None or isinstance(ready.source, InMemoryModel):
             return find()
+
+        def find_and_hear() -> tuple[Value, list[str]]:
+            said: list[str] = []
+            with remarks_to(lambda text, is_new: said.append(text)):
+                return find(), said
+
         key = cache_key(ready.source, tokens, dtype=loaded.compute or loaded.model.dtype, environment=report.environment)
-        value: Value = shared.value(key, name, find, kind=kind)
+        value: Value
+        value, said = shared.value(key, name, find_and_hear, kind=tuple[kind, list[str]])
+        for text in said:
+            remark(text, text)  # a new subject, as that of the remark is known where the value was found
         return value
 
     recipe = report.recipe

@@ -207,7 +207,8 @@ class Run(Generic[P]):
             if not loaded.weights.on_disk:
                 self.report.initial_sparsity = initial_sparsity(blocks_of(loaded.model))
             if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
-                check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0)
+                predicts = bool(ready.tests or recipe.task or recipe.prompt or ready.training)
+                check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0, predicts=predicts)
         if loaded.note:
             self.observer(Note(loaded.note))  # about this machine, so not a note of the report and its model card
         return loaded
@@ -238,7 +239,6 @@ class Run(Generic[P]):
         while True:
             if self.journal:
                 self.journal.store_fact("batch", batch)
-            dtype = loaded.products or loaded.compute or loaded.model.dtype
             report.resolved = {  # the values used where the recipe leaves them open
                 "method": repr(self.ready.method),
                 "samples": len(windows),
@@ -246,7 +246,7 @@ class Run(Generic[P]):
                 "batch_size": batch,
                 "device": str(self.ready.device),
                 "dtype": str(loaded.model.dtype),
-                "computed_in": str(dtype),
+                "computed_in": str(loaded.computed_in),
             }
             loaded.model.name_or_path = ""  # the folder no longer says where its zeros are
             try:
@@ -269,9 +269,8 @@ class Run(Generic[P]):
         ready, environment = self.ready, self.report.environment
         if self.shared is None or not isinstance(ready.source, Checkpoint) or not len(ready.windows):
             return nullcontext(self.journal)
-        dtype = loaded.products or loaded.compute or loaded.model.dtype
-        batch = self.report.resolved["batch_size"]
-        return self.shared.open(cache_key(ready.source, ready.windows, dtype=dtype, environment=environment, batch=batch))
+        known = {"environment": environment, "batch": self.report.resolved["batch_size"]}
+        return self.shared.open(cache_key(ready.source, ready.windows, dtype=loaded.computed_in, **known))
 
     def finish(self, loaded: LoadedModel) -> Result:
         """Complete the report, tell the observers, and collect everything that `Result.save_pretrained` writes."""
