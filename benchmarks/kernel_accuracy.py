@@ -24,7 +24,7 @@ from sparsellm.formats.bitmask import Bitmask
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.texts.texts import read_text
-from sparsellm.texts.tokenized import tokenize
+from sparsellm.texts.tokenized import added_tokens, tokenize
 
 FILE = MEASURED / "kernel-accuracy.json"
 MODELS = ("demo:opt", "demo:llama", "wt2-opt", "wt2-llama")
@@ -53,7 +53,8 @@ def measure() -> None:
             continue
         checkpoint = open_checkpoint(folder)
         text = "demo" if folder == name else str(ROOT.parent / "shared" / "data" / "wikitext-2" / "test.txt")
-        tokens = tokenize(checkpoint.tokenizer(), read_text(text, "test").stream[:CHARACTERS])
+        words = checkpoint.tokenizer()
+        tokens = tokenize(words, read_text(text, "test").stream[:CHARACTERS], added_tokens(words))
         windows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)[:SEQUENCES]
         for dtype in DTYPES:
             model = checkpoint.load(dtype)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import sparsellm
-from sparsellm.errors import BadText
+from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.texts.in_memory import is_plain_text, read_in_memory
 from sparsellm.texts.padding import PADDING
 from sparsellm.texts.rows import Conversation
@@ -374,6 +374,45 @@ def test_a_run_measures_on_data_in_memory(data: Any, tiny: dict[str, Path], tmp_
     result = sparsellm.recover(tmp_path / "out", folder, DOCUMENTS, steps=1, evaluate=other, **size)
     before = sparsellm.evaluate(str(tmp_path / "out"), other).perplexity["given in memory"].value
     assert result.report.before("given in memory").value == before  # not what `prune` measured on other data
+
+
+def test_data_with_names_are_called_by_them(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """In results, tables and cards; each of them as the same data alone, or as the file that it names."""
+    folder, text, file = str(tiny["llama"]), "\n\n".join(DOCUMENTS), tmp_path / "documents.txt"
+    file.write_text(text)
+    data = {"valid": text, "ids": TOKENS, "texts": DOCUMENTS, "file": file}
+    found = sparsellm.evaluate(folder, data, sequence_length=32, against=folder)
+    for name, x in data.items():
+        (expected,) = sparsellm.evaluate(folder, x, sequence_length=32).perplexity.values()
+        assert (found.perplexity[name].value, found.perplexity[name].source) == (expected.value, name)
+    assert "32 tokens of valid" in str(found)
+    size = {"samples": 4, "sequence_length": 32, "calibration": DOCUMENTS}
+    result = sparsellm.prune(folder, "wanda", evaluate={"valid": text, "ids": iter(TOKENS)}, **size)
+    assert [*result.report.perplexity] == ["valid", "ids"]
+    result.save_pretrained(tmp_path / "out")
+    assert "valid" in (tmp_path / "out" / "README.md").read_text()
+    assert sparsellm.load_report(tmp_path / "out").perplexity["valid"]["dense"].value == found.perplexity["valid"].value
+    again = sparsellm.recover(tmp_path / "out", folder, DOCUMENTS, steps=1, evaluate={"valid": TOKENS}, samples=4)
+    assert again.report.before("valid").value != result.report.perplexity["valid"]["pruned"].value  # of other data
+
+
+def test_one_perplexity_of_any_text(tiny: dict[str, Path]) -> None:
+    """`perplexity` takes what `evaluate` takes; of token ids and a model in memory it has options of its own."""
+    folder, text = str(tiny["llama"]), "\n\n".join(DOCUMENTS)
+    model, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for data in (text, DOCUMENTS, {"valid": text}, TOKENS.tolist()):
+        (expected,) = sparsellm.evaluate(model, data, tokenizer=words, sequence_length=32).perplexity.values()
+        assert sparsellm.perplexity(model, data, tokenizer=words, sequence_length=32).value == expected.value
+        assert sparsellm.perplexity(folder, data, sequence_length=32).value == expected.value
+    assert sparsellm.perplexity(folder, "demo", sequence_length=32, evaluate_limit=2).source == "demo"
+    with pytest.raises(InvalidSetting, match="tokenizer"):
+        sparsellm.perplexity(model, text)
+    with pytest.raises(BadText, match="No text is called"):
+        sparsellm.perplexity(model, "a sentence without an end", tokenizer=words)
+    with pytest.raises(InvalidSetting, match="got 2"):
+        sparsellm.perplexity(folder, {"one": text, "other": text}, sequence_length=32)
+    with pytest.raises(InvalidSetting, match="`batch`"):
+        sparsellm.perplexity(folder, text, batch=2)
 
 
 def test_a_limit_takes_the_first_sequences(tiny: dict[str, Path]) -> None:

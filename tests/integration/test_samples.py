@@ -24,7 +24,7 @@ import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, Unreachable
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
-from sparsellm.texts.tokenized import tokenize
+from sparsellm.texts.tokenized import added_tokens, tokenize
 
 SHARED = Path(__file__).parents[3] / "shared"
 BOS, PAD = 1, 2
@@ -272,7 +272,7 @@ def test_tokenize_is_whole_and_silent(caplog: pytest.LogCaptureFixture, capfd: p
     """One special token at the stream's start; no padding, no truncation, and no warning of its length."""
     text = Text((counting(0, 20), counting(20, 20)), "\n\n", "two", published=True)
     for padded in (False, True):
-        tokens = tokenize(tokenizer(padded), text.stream)
+        tokens = tokenize(tokenizer(padded), text.stream, added_tokens(tokenizer(padded)))
         assert tokens.dtype == torch.long
         assert tokens.tolist() == [BOS, *range(10, 50)]
     assert not caplog.records
@@ -334,7 +334,7 @@ def test_few_documents_are_tokenized_where_many_are_long() -> None:
     text = Text(("x" * 50,) * 1000, " ", "many", published=True)
     windows = calibration_windows(text, counted, samples=5, sequence_length=20, seed=0, **PAPERS).windows  # type: ignore[arg-type]
     assert windows.shape == (5, 20)
-    assert len(calls) == 5
+    assert len([x for x in calls if x != "a"]) == 5
 
 
 def test_rows_are_never_documents() -> None:

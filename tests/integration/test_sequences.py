@@ -14,19 +14,23 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import Result
 
+import sparsellm
 from sparsellm.errors import BadText, InvalidSetting
+from sparsellm.evaluation.measurements import generate_text
 from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.evaluate import evaluate
 from sparsellm.texts import samples, tokenized
 from sparsellm.texts.padding import PADDING
 from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
-from sparsellm.texts.tokenized import adds_bos
+from sparsellm.texts.tokenized import added_tokens, tokenize
 from sparsellm.training.generation import generate_samples
 from tests.conftest import byte_tokenizer, report_of
 from tests.integration.test_samples import BOS, counting, runs, tokenizer, written
@@ -78,6 +82,64 @@ def test_whole_documents() -> None:
     assert rows(test_windows(NUMBERS, without_bos(), 20, documents="whole"))[0] == [*range(10, 30)]
 
 
+def with_eos() -> PreTrainedTokenizerFast:
+    """As `tokenizer`, but with EOS behind a text too."""
+    result = tokenizer()
+    result.eos_token = "<unk>"
+    special = [("<s>", BOS), ("<unk>", result.unk_token_id)]
+    result.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A <unk>", special_tokens=special)
+    return result
+
+
+@pytest.mark.parametrize("words", [tokenizer(), with_eos()])
+def test_special_tokens_of_a_text_are_not_added_again(words: PreTrainedTokenizerFast) -> None:
+    """A text that begins or ends as the tokenizer would have it, as one that a chat template wrote, has the same tokens."""
+    begin, end = added_tokens(words)
+    plain = Text([counting(0, 30), counting(40, 12), counting(60, 9), counting(80, 20)], " ", "numbers")
+    both = Text([" ".join(["<s>", x, *(["<unk>"] if end else [])]) for x in plain.documents], " ", "rendered")
+    found = [rows(test_windows(x, words, 40, documents="whole")) for x in (plain, both)]
+    assert found[0] == found[1] == [[*begin, *words(x, add_special_tokens=False)["input_ids"], *end] for x in plain.documents]
+    found = [rows(calibrate(x, words, samples=4, length=40, documents="whole")) for x in (plain, both)]
+    assert found[0] == found[1]
+    assert tokenize(words, "<s> 1 2", added_tokens(words)).tolist() == [BOS, 11, 12, *end]
+
+
+@pytest.mark.parametrize("how", ["documents", "stream", "long", "papers"])
+def test_no_sequence_begins_with_bos_twice(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where documents with a BOS token of their own are joined: also one that starts at a document."""
+    if how == "long":
+        monkeypatch.setattr("sparsellm.texts.tokenized.SHORT", 100)
+    size = 40 if how == "documents" else 4
+    text = Text([f"<s> {counting(n, size)}" for n in range(30)], " ", "rendered", published=how == "papers")
+    family = {"family": "llama"} if how == "papers" else {}
+    for sequences in (
+        calibrate(text, tokenizer(), samples=20, length=6, **family),
+        test_windows(text, tokenizer(), 6, **family),
+    ):
+        assert not (sequences.windows[:, :2] == BOS).all(1).any()
+        assert not any("twice" in note for note in sequences.notes)
+        assert how == "papers" or (sequences.windows[:, 0] == BOS).all()
+
+
+def test_ids_that_begin_with_bos_twice_are_told(tiny: dict[str, Path]) -> None:
+    """They are measured as they are."""
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    ids = torch.tensor([[model.config.bos_token_id] * 2 + [5, 6, 7, 8]])
+    notes: list[object] = []
+    sparsellm.evaluate(model, ids, observe=notes.append)
+    assert any("1 of 1 sequences" in str(note) and "BOS token twice" in str(note) for note in notes)
+
+
+def test_prompts_begin_with_bos_once(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that a chat template wrote is continued as it is."""
+    model, words = AutoModelForCausalLM.from_pretrained(tiny["llama"]), AutoTokenizer.from_pretrained(tiny["llama"])
+    bos = words.bos_token
+    assert bos
+    words.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, words.bos_token_id)])
+    found = [generate_text(LoadedModel.of(model), words, x) for x in ("words", f"{bos}words")]
+    assert found[0] == found[1]
+
+
 def test_documents_too_short() -> None:
     """One token is no sequence: left out with a note, or refused where no document has two."""
     text = Text(["1", "2 3", "4"], " ", "short")
@@ -111,6 +173,18 @@ def test_a_note_where_most_documents_are_shorter() -> None:
     for other, how in others:
         found = calibrate(other, without_bos(), **{"length": 20, **how})
         assert not any("shorter than" in note for note in found.notes), found.notes
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"), [([counting(3 * n, 3) for n in range(12)], True), ([counting(n, 18) for n in range(12)], False)]
+)
+def test_a_note_where_a_text_has_short_parts_between_blank_lines(parts: list[str], told: bool, tmp_path: Path) -> None:
+    """A .txt file is one text; its parts may be texts of their own, if a sequence joins several."""
+    file = tmp_path / "records.txt"
+    file.write_text("\n\n".join(parts))
+    text = read_text(str(file), "test")
+    for sequences in (calibrate(text, without_bos(), length=20), test_windows(text, without_bos(), 20)):
+        assert any("blank lines" in note and "documents='whole'" in note for note in sequences.notes) == told
 
 
 def whole_perplexity(model: torch.nn.Module, sequences: list[list[int]]) -> float:
@@ -189,8 +263,8 @@ def test_whole_documents_calibrate_to_the_same_bytes_offloaded(tiny: dict[str, P
 
 def test_each_sequence_begins_with_bos_where_the_tokenizer_adds_it() -> None:
     """Of calibration and of perplexity, at any place; no token of the text is lost or doubled."""
-    assert adds_bos(tokenizer())
-    assert not adds_bos(without_bos())
+    assert added_tokens(tokenizer()) == ([BOS], [])
+    assert added_tokens(without_bos()) == ([], [])
     drawn = calibrate(NUMBERS, tokenizer(), samples=50)
     assert set(drawn.windows[:, 0].tolist()) == {BOS}
     assert {tuple(row[1:]) for row in drawn.windows.tolist()} <= {tuple(STREAM[i : i + 5]) for i in range(len(STREAM))}
@@ -273,7 +347,7 @@ def test_losses_are_those_of_lm_eval(bos: str, tiny: dict[str, Path]) -> None:
     count = sum(len(continuation) for *_, continuation in requests)
     assert math.isclose(found.value, math.exp(-total / count), rel_tol=1e-5)
     assert harness.tok_encode("one", add_special_tokens=None)[:1] == (
-        [words.bos_token_id] if bos == "yes" and adds_bos(words) else words("one")["input_ids"][:1]
+        [words.bos_token_id] if bos == "yes" and added_tokens(words)[0] else words("one")["input_ids"][:1]
     )
 
 

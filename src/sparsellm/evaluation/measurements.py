@@ -18,6 +18,7 @@ from sparsellm.evaluation.differences import Difference, Parts, difference, pair
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.texts.in_memory import SOURCE
+from sparsellm.texts.tokenized import added_tokens, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -224,7 +225,7 @@ def generate_text(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, promp
         return NOT_IN_MEMORY
     model = loaded.model
     context = context_length(model.config)
-    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+    tokens = tokenize(tokenizer, prompt, added_tokens(tokenizer))[None].to(model.device)
     start = tokens.shape[1]
     with eval_mode(model), compute_dtype_context(model, compute_dtype(model)):
         for _ in range(GENERATED_TOKENS):

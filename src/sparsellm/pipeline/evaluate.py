@@ -85,9 +85,9 @@ def evaluate(
     models = [named_model(x, tokenizer) for x in (model, against) if x is not None]
     if unknown := sorted(set(settings) - set(EVALUATION)):
         raise InvalidSetting(f"Unknown field {unknown[0]!r}. {nearest(unknown[0], EVALUATION)}")
-    texts, data = given_texts(text)
-    if against is not None and isinstance(data, Iterator):
-        data = list(data)  # which is read for each model
+    texts, data = given_texts(text, settings.get("text_field"))
+    if against is not None and data is not None:  # which are read for each model
+        data = {name: list(x) if isinstance(x, Iterator) else x for name, x in data.items()}
     given = {} if data is None else {"evaluate": data}
     runs = [(read_recipe({**x, **settings, "method": "magnitude", "evaluate": texts}), source) for x, source in models]
     with Display("auto" if progress else "off") as display:

@@ -196,6 +196,6 @@ def _texts(calibration: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any
     fields: dict[str, Any] = {"calibration": text}
     given = {} if data is None else {"calibration": data}
     if "evaluate" in settings:
-        fields["evaluate"], data = given_texts(settings["evaluate"])
+        fields["evaluate"], data = given_texts(settings["evaluate"], settings.get("text_field"))
         given |= {} if data is None else {"evaluate": data}
     return fields, given

@@ -31,7 +31,6 @@ from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
 from sparsellm.runtime.offload import OffloadManager
-from sparsellm.texts.in_memory import SOURCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -119,8 +118,7 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
         if source.packed and not packed:
             raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
     skeleton = source.skeleton()
-    named = [text for text in recipe.evaluate if text != SOURCE]  # data in memory may be token ids
-    no_text = check_vocabulary(skeleton, source, needed=bool(named or recipe.task or recipe.prompt))
+    no_text = check_vocabulary(skeleton, source, needed=bool(recipe.task or recipe.prompt))  # a text is read later
     blocks = blocks_of(skeleton)
     coverage = coverage_of(skeleton, blocks)
     check_coverage(skeleton, coverage)

@@ -31,8 +31,7 @@ from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import Report, When
-from sparsellm.texts.in_memory import SOURCE
-from sparsellm.texts.padding import count_tokens, token_digest
+from sparsellm.texts.padding import token_digest
 from sparsellm.texts.paths import is_task_file
 
 if TYPE_CHECKING:
@@ -68,19 +67,13 @@ def measure_checkpoint(
     for text, test in ready.tests.items():
         with run_stage(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
             known = report.before(text)
-            if known is None or text == SOURCE or not _is_of(known, test):
+            if known is None or not known.parts or known.parts.digest != token_digest(test):
                 if loaded is None:
                     loaded = load_model(report.recipe, opened, folder=folder, placement=placement)
                     check_runs(loaded, by_block=loaded.weights.on_disk, predicts=True)
                 known = measure_perplexity(loaded, test, text, progress=advance)
             results[text] = known
     return results
-
-
-def _is_of(known: Perplexity, test: Tensor) -> bool:
-    """Whether a perplexity is of these sequences; by their numbers if it is in a report without their digest."""
-    same = (known.windows, known.length, known.tokens) == (*test.shape, count_tokens(test))
-    return same and (known.parts is None or known.parts.digest == token_digest(test))
 
 
 def measure_into(

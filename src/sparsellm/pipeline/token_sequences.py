@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +17,11 @@ from sparsellm.pipeline.input_digests import text_contents
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime.memory import available
-from sparsellm.texts.in_memory import Given, read_in_memory
+from sparsellm.texts.in_memory import SOURCE, Given, read_in_memory
 from sparsellm.texts.padding import PADDING, count_tokens, sequence_lengths
 from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
 from sparsellm.texts.texts import Text, TextUse, read_text
+from sparsellm.texts.tokenized import twice_notes
 
 Value = TypeVar("Value")
 
@@ -51,7 +53,10 @@ def read_tokens(
 
     def identity(field: str, name: str) -> object:
         """What a text is known by: data in memory, of which some can be read only once, are not compared."""
-        return id(given[field]) if given and field in given else (name, *text_contents(name).values())
+        data = None if given is None or field not in given else given[field]
+        if data is None:
+            return name, *text_contents(name).values()
+        return id(data[name] if field == "evaluate" else data)
 
     calibration = recall(
         partial(draw_windows, recipe, source, length, given=given),
@@ -111,8 +116,10 @@ def _read_text(recipe: RunRecipe, text: str, split: TextUse, given: Given | None
     if split == "calibration" and given and "calibration" in given:
         return read_in_memory(given["calibration"], recipe.text_field, samples=recipe.samples, seed=recipe.seed)
     if split == "test" and given and "evaluate" in given:
-        data, limit = given["evaluate"], recipe.evaluate_limit
-        return read_in_memory(data, recipe.text_field, samples=limit, seed=None, what="The test text")
+        data, limit = given["evaluate"][text], recipe.evaluate_limit
+        if not isinstance(data, (str, Path)):
+            return read_in_memory(data, recipe.text_field, samples=limit, seed=None, what="The test text", source=text)
+        text = str(data)
     return read_text(text, split, recipe.text_field, memory=recipe.memory_bytes or available(torch.device("cpu")))
 
 
@@ -123,7 +130,9 @@ def _given_sequences(tokens: Tensor, source: Checkpoint | InMemoryModel, kind: s
         raise BadText(f"{kind} sequences have {longest} tokens, but {source.name} takes at most {source.length}.")
     lengths = f"{shortest} to {longest}" if shortest < longest else f"{shortest}"
     description = f"{len(tokens)} sequences of {lengths} tokens, given in memory"
-    return Sequences(tokens, description, distinct=count_tokens(tokens.unique(dim=0)))
+    config = (source.model.config if isinstance(source, InMemoryModel) else source.config).get_text_config()
+    notes = tuple(twice_notes(getattr(config, "bos_token_id", None), tokens, SOURCE))
+    return Sequences(tokens, description, notes, distinct=count_tokens(tokens.unique(dim=0)))
 
 
 def _form(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from sparsellm.texts.texts import JOINT, LONGEST_NAME, Text, is_name
 CalibrationData = Tensor | Mapping[str, Any] | Iterable[Any]
 """Any of the forms that `read_in_memory` takes."""
 
-Given = Mapping[str, CalibrationData]
-"""Data in place of a recipe's texts, by the field, "calibration" or "evaluate"."""
+Given = Mapping[str, Any]
+"""Data in place of a recipe's texts, by the field: "calibration", or "evaluate" with data, or the name of a text, by name."""
 
 SOURCE = "given in memory"
 
@@ -41,7 +41,7 @@ def is_plain_text(string: str) -> bool:
 
 def given_text(value: str | Path | CalibrationData | None) -> tuple[str | None, CalibrationData | None]:
     """A recipe's `calibration`, and the data that replace it, if they are given in memory."""
-    if isinstance(value, str) and is_plain_text(value):
+    if _is_text(value):
         return SOURCE, [value]
     if value is None or isinstance(value, (str, Path)):
         return (None if value is None else str(value)), None
@@ -49,18 +49,27 @@ def given_text(value: str | Path | CalibrationData | None) -> tuple[str | None, 
 
 
 def given_texts(
-    value: str | Path | Sequence[str | Path] | CalibrationData | None,
-) -> tuple[tuple[str, ...], CalibrationData | None]:
-    """A recipe's `evaluate`, and the data that replace it, if they are given in memory.
+    value: str | Path | Sequence[str | Path] | CalibrationData | None, field: str | None = None
+) -> tuple[tuple[str, ...], dict[str, Any] | None]:
+    """A recipe's `evaluate`, and the data that replace it by name, if they are given in memory.
 
     Strings in a list are names and paths if one is that of a text or of a file, or all are single words. Else they are texts.
+    A mapping without `field` or another field of documents holds texts, or data, by name.
     """
+    fields = {field, *(x for form in (IDS, *FORMS) for x in form)}
+    if isinstance(value, Mapping) and value and not hasattr(value, "column_names") and not fields & set(value):
+        return tuple(map(str, value)), {str(name): [x] if _is_text(x) else x for name, x in value.items()}
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, Path)) for item in value):
         names = tuple(map(str, value))
         are_texts = any(len(name.split()) != 1 for name in names) and not any(map(is_name, names))
-        return ((SOURCE,), names) if are_texts else (names, None)
+        return ((SOURCE,), {SOURCE: names}) if are_texts else (names, None)
     text, given = given_text(value)
-    return (() if text is None else (text,)), given
+    return (() if text is None else (text,)), None if given is None else {SOURCE: given}
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is one text, and no name of one."""
+    return isinstance(value, str) and is_plain_text(value)
 
 
 def read_in_memory(
@@ -70,6 +79,7 @@ def read_in_memory(
     samples: int | None,
     seed: int | None,
     what: str = "`calibration`",
+    source: str = SOURCE,
 ) -> Text | Tensor:
     """Read data of any of these forms:
 
@@ -85,6 +95,7 @@ def read_in_memory(
         samples: Most sequences that are read from a data set or an iterable; None for all.
         seed: Seed for drawing rows of a data set with token ids; None for its first rows.
         what: What the data are, for messages.
+        source: Name of the text, for reports.
 
     Returns:
         Documents; or token ids, (samples, longest) int64, `PADDING` after the end of shorter sequences.
@@ -93,7 +104,7 @@ def read_in_memory(
         BadText: If the data has none of these forms, is empty, or an attention mask does not fit.
     """
     if hasattr(data, "column_names"):
-        data = _rows(data, field, what, samples=samples, seed=seed)
+        data = _rows(data, field, what, samples=samples, seed=seed, source=source)
         if isinstance(data, Text):
             return data
     items, limit = _items(data, what), None if isinstance(data, (Tensor, Mapping, np.ndarray, list, tuple)) else samples
@@ -116,7 +127,7 @@ def read_in_memory(
     texts, conversations, empty = split_documents(what, documents[:limit], field)
     if not texts and not conversations:
         raise BadText(f"{what} holds no text: all of its {empty:,} documents are blank.")
-    return Text(texts, JOINT, SOURCE, conversations=conversations, empty=empty)
+    return Text(texts, JOINT, source, conversations=conversations, empty=empty)
 
 
 def _items(data: CalibrationData, what: str) -> Iterator[Any]:
@@ -128,7 +139,7 @@ def _items(data: CalibrationData, what: str) -> Iterator[Any]:
     return iter(data)
 
 
-def _rows(data: Any, field: str | None, what: str, *, samples: int | None, seed: int | None) -> Any:
+def _rows(data: Any, field: str | None, what: str, *, samples: int | None, seed: int | None, source: str) -> Any:
     """Return the documents of a `datasets.Dataset`, which stay on disk, or rows of its token ids at random places."""
     names = data.column_names
     if isinstance(names, Mapping):
@@ -146,7 +157,7 @@ def _rows(data: Any, field: str | None, what: str, *, samples: int | None, seed:
         columns = [column for column in (name, "attention_mask") if column in names]
         return [{column: row[column] for column in columns} for row in (data[number] for number in order[:samples].tolist())]
     texts, conversations = read_data_set(data, field, what)
-    return Text(texts, JOINT, SOURCE, conversations=conversations)
+    return Text(texts, JOINT, source, conversations=conversations)
 
 
 def _holds_tokens(item: Any) -> bool:

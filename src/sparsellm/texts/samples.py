@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ REPEATED = 2
 
 TRIED, MEDIAN = 64, 2
 """Documents whose lengths are looked at, at even distances; there is a note where half of them are shorter than a sequence."""
+
+PARTS = 4
+"""Parts of one text, between blank lines, that a sequence joins where a note asks whether they are texts of their own."""
 
 TOKEN_BYTES = 8
 """Bytes of a token id."""
@@ -107,23 +111,25 @@ def calibration_windows(
     if (needed := TOKEN_BYTES * samples * sequence_length) >= LARGE:
         check_fits(needed, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`.")
     drawn = None if text.rows or text.conversations else _draw_from_documents(tokenized, samples, room, generator)
+    drawn = None if drawn is None else _begun(tokenized, drawn)
     origin, distinct = f", each at a random place of one of {len(tokenized):,} documents", samples * room
     notes = []
     if drawn is None:
         notes += _short_documents(tokenized, sequence_length)
         if tokenized.is_long:
             drawn, distinct = _draw_from_long(tokenized, samples, room, generator.manual_seed(seed))
+            drawn = _begun(tokenized, drawn)
             origin = f" at random places of one text of {int(tokenized.sizes.sum()):,} characters"
         else:
             stream = _long_enough(tokenized, tokenized.stream, sequence_length)
             starts = torch.randint(len(stream) - room + 1, (samples,), generator=generator.manual_seed(seed))
-            drawn, distinct = stream.unfold(0, room, 1)[starts], _covered(starts, room)
+            drawn, distinct = _cut(tokenized, stream, starts, sequence_length), _covered(starts, room)
             origin = f" at random places of one stream of {len(stream):,} tokens"
     if (times := round(samples * room / distinct)) >= REPEATED:
         notes.append(f"{samples:,} sequences of {sequence_length:,} tokens from {distinct:,}: each is seen {times} times")
     count = f"{plural(samples, 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
     description = f"{count}{origin} ({text.source}), seed {seed}"
-    return _sequences(tokenized, _begun(tokenized, drawn), description, notes=notes, distinct=distinct)
+    return _sequences(tokenized, drawn, description, notes=notes, distinct=distinct)
 
 
 def test_windows(
@@ -159,7 +165,8 @@ def test_windows(
         room = tokenized.room(sequence_length)
         stream = tokenized.stream if limit is None else tokenized.first_of_stream(limit * room)
         stream = _long_enough(tokenized, stream, sequence_length)
-        windows = _begun(tokenized, stream[: len(stream) // room * room].view(-1, room)[:limit])
+        starts = torch.arange(0, len(stream) - room + 1, room)[:limit]
+        windows = _cut(tokenized, stream, starts, sequence_length)
         notes = list(_short_documents(tokenized, sequence_length))
         description = f"{plural(len(windows), 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
     return _sequences(tokenized, windows, f"{description} ({text.source})", notes=notes, distinct=count_tokens(windows))
@@ -180,6 +187,15 @@ def _with_bos(tokenized: TokenizedText) -> str:
 def _begun(tokenized: TokenizedText, windows: Tensor) -> Tensor:
     """The sequences, (samples, room), each with its first token before it."""
     return torch.cat([tokenized.begin.expand(len(windows), -1), windows], dim=1) if len(tokenized.begin) else windows
+
+
+def _cut(tokenized: TokenizedText, stream: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Sequences, (samples, length), from these places of the stream; a BOS token that is there is not put before it again."""
+    windows = _begun(tokenized, stream.unfold(0, tokenized.room(length), 1)[starts])
+    own = (starts + length <= len(stream)) & (len(tokenized.begin) > 0) & (stream[starts] == windows[:, 0])
+    if bool(own.any()):
+        windows[own] = stream.unfold(0, length, 1)[starts[own]]
+    return windows
 
 
 def _whole(tokenized: TokenizedText, order: Iterator[int], length: int, count: int | None) -> tuple[Tensor, list[str]]:
@@ -268,14 +284,22 @@ def _covered(starts: Tensor, length: int) -> int:
 
 
 def _short_documents(tokenized: TokenizedText, length: int) -> Iterator[str]:
-    """A note where most documents, each a text of its own, are shorter than a sequence."""
+    """A note where most documents, each a text of its own, are shorter than a sequence; or most parts of one text, by far."""
     text = tokenized.text
-    if text.rows or text.published or text.conversations or len(tokenized) < MEDIAN:
+    if text.published or text.conversations:
         return
-    step = -(-len(tokenized) // TRIED)
-    documents = (tokenized.document(number) for number in range(0, len(tokenized), step))
-    lengths = sorted(len(tokenized.tokens(x[: 2 * CHARACTERS * length])) for x in documents if x is not None)
-    if lengths and (median := lengths[len(lengths) // MEDIAN]) < length:
+    is_one = text.rows or len(tokenized) < MEDIAN
+    parts = re.split(r"\n[^\S\n]*\n", (tokenized.document(0) or "")[:SHORT]) if is_one else range(len(tokenized))
+    step = -(-len(parts) // TRIED)
+    documents = (tokenized.document(x) if isinstance(x, int) else x for x in parts[::step])
+    lengths = sorted(len(tokenized.tokens(x[: 2 * CHARACTERS * length])) for x in documents if x is not None and x.strip())
+    median = lengths[len(lengths) // MEDIAN] if lengths else length
+    if is_one and len(lengths) >= PARTS and PARTS * median <= length:
+        yield (
+            f"{text.source} has blank lines around parts of few tokens (the median has {median:,}), and sequences of "
+            f"{length:,} join them; if each is a text of its own, write them to a .jsonl file and pass `documents='whole'`"
+        )
+    elif not is_one and median < length:
         yield (
             f"most documents of {text.source} are shorter than {length:,} tokens (the median has {median:,}), so that "
             "sequences join several; `documents='whole'` takes each from its start"

@@ -87,7 +87,8 @@ class TokenizedText:
         if bos == "yes" and own is None:
             raise InvalidSetting("`bos` is yes, but the tokenizer has no BOS token (bos_token). Leave it out.")
         self.papers = text.published and not self.whole and bos == "auto" and family in PAPERS_FAMILIES
-        self.added = adds_bos(tokenizer)
+        self._around = added_tokens(tokenizer)
+        self.added = own is not None and self._around[0][:1] == [own]
         begins = not self.whole and not self.papers and (bos == "yes" or (bos == "auto" and self.added))
         self.begin = torch.tensor([own] if begins and own is not None else [], dtype=torch.long)
         self._special = not begins and bos != "no" and not text.conversations
@@ -147,8 +148,12 @@ class TokenizedText:
         return length - len(self.begin)
 
     def tokens(self, string: str) -> Tensor:
-        """Tokenize a string to (tokens,) int64, with the tokenizer's special tokens where sequences have them from it."""
-        return tokenize(self._tokenizer, string, special=self._special)
+        """Tokenize a string to (tokens,) int64, with the tokenizer's special tokens where sequences have them from it.
+
+        Where each sequence has a BOS token of its own, one at the start of the string is left out.
+        """
+        tokens = tokenize(self._tokenizer, string, self._around if self._special else None)
+        return tokens[1:] if len(self.begin) and torch.equal(tokens[:1], self.begin) else tokens
 
     def sequence(self, number: int, length: int) -> Tensor | None:
         """The first tokens of a document, with its special tokens. None for an empty row."""
@@ -186,7 +191,8 @@ class TokenizedText:
 
     def _without_ends(self, piece: str) -> Tensor:
         """The tokens of a piece, without those that the tokenizer adds at the ends of a text."""
-        return tokenize(self._tokenizer, piece, special=False)
+        tokens = tokenize(self._tokenizer, piece)
+        return tokens[1:] if len(self.begin) and torch.equal(tokens[:1], self.begin) else tokens
 
     def first_of_stream(self, count: int) -> Tensor:
         """At least the first tokens of the stream, or all."""
@@ -203,14 +209,14 @@ class TokenizedText:
         return self._checked(torch.cat(found))
 
     def _checked(self, stream: Tensor) -> Tensor:
-        """The stream without a BOS token at its start, where each sequence has one of its own."""
+        """The stream, which has tokens."""
         if len(stream) == 0:
             self.check_refused()
             raise BadText(
                 f"The tokenizer makes no token of {self.text.source} ({int(self.sizes.sum()):,} characters): its vocabulary is "
                 "empty, or it drops every character. Copy the model's own tokenizer files into the folder."
             )
-        return stream[1:] if len(self.begin) and torch.equal(stream[:1], self.begin) else stream
+        return stream
 
     def check_refused(self) -> None:
         """Raise BadText if there are conversations that the chat template refused, where none is left."""
@@ -291,6 +297,7 @@ class TokenizedText:
                 reasons.append(f"{refused:,} that the chat template refuses ({next(iter(self._refused.values()))})")
             verb = "is" if empty + refused == 1 else "are"
             yield f"{plural(empty + refused, 'row')} of {self.text.source} {verb} left out: {' and '.join(reasons)}"
+        yield from twice_notes(getattr(self._tokenizer, "bos_token_id", None), windows, self.text.source)
         yield from unknown_notes(self._tokenizer, windows, self.text.source)
 
 
@@ -358,24 +365,42 @@ UNKNOWN_SHARES, TOO_MANY_UNKNOWN = 0.05, 0.5
 """Fractions of unknown tokens from which there is a note, and from which a text is refused."""
 
 
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer by default begins a text with its BOS token."""
-    own: int | None = getattr(tokenizer, "bos_token_id", None)
-    if own is None:
-        return False
-    with_special, without = (tokenize(tokenizer, "a", special=special)[:1].tolist() for special in (True, False))
-    return with_special == [own] != without
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer by default puts before a text, and those that it puts behind it."""
+    plain, special = (_encode(tokenizer, "a", special=special) for special in (False, True))
+    begin = next((n for n in range(len(special)) if special[n : n + len(plain)] == plain), 0)
+    return special[:begin], special[begin + len(plain) :]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, string: str, *, special: bool = True) -> Tensor:
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, string: str, added: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Tensor:
     """Tokenize a string to (tokens,) int64, without padding, truncation or a warning about its length.
 
     Args:
-        special: Whether to add the tokenizer's special tokens. Strings from a chat template contain them.
+        added: What `added_tokens` gives, to have special tokens before and behind the text. Those that it has there itself, as
+            one that was written with a chat template, are not added a second time. None adds none.
     """
+    tokens = _encode(tokenizer, string, special=added is not None)
+    before, behind = map(list, added or ((), ()))
+    if before and tokens[len(before) : 2 * len(before)] == before:
+        del tokens[: len(before)]
+    if behind and tokens[-2 * len(behind) : -len(behind)] == behind:
+        del tokens[-len(behind) :]
+    return torch.tensor(tokens, dtype=torch.long)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, string: str, *, special: bool) -> list[int]:
+    """Tokenize a string, with what the tokenizer by default adds to any if `special`."""
     options = {} if special else {"add_special_tokens": False}
     encoded = tokenizer(string, padding=False, truncation=False, return_attention_mask=False, verbose=False, **options)
-    return torch.tensor(encoded["input_ids"], dtype=torch.long)
+    return list(encoded["input_ids"])
+
+
+def twice_notes(bos: int | None, windows: Tensor, source: str) -> Iterator[str]:
+    """A note where sequences, (samples, length), begin with the BOS token twice."""
+    if bos is not None and windows.numel() and (count := int((windows[:, :2] == bos).all(1).sum())):
+        yield f"{count:,} of {len(windows):,} sequences of {source} begin with the BOS token twice"
 
 
 def unknown_notes(tokenizer: PreTrainedTokenizerBase, windows: Tensor, source: str) -> Iterator[str]:
