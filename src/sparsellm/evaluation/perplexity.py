@@ -19,13 +19,13 @@ from sparsellm.activations.streams import CaptureRequest, Stream, cast
 from sparsellm.activations.walk import Activations, walk
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.checkpoints.remarks import remark
-from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, dtype_name
+from sparsellm.errors import InvalidSetting, NonFinite, dtype_name
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel, check_in_memory, input_device, model_errors
-from sparsellm.models.output_head import is_causal, kl_of_logits, not_causal, other_last_token, prediction_head
+from sparsellm.models.output_head import check_causal, kl_of_logits, other_last_token, prediction_head
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import fast_linear_layers
 from sparsellm.solvers.linalg import all_finite
@@ -148,7 +148,7 @@ def streamed_perplexity(
         last, other = (outputs[len(outputs) - place] for place in (2, 1))
         with loaded.weights.non_block():
             with prediction_head(model, blocks, loaded.compute) as predict:
-                _refuse_unless_causal(model, predict(starts, last), predict(others, other), dtype=loaded.computed_in)
+                check_causal(model, predict(starts, last), predict(others, other), dtype=loaded.computed_in)
                 for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), outputs, strict=False):
                     local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
                     report(len(blocks), len(local) - 1)
@@ -238,19 +238,13 @@ def _starts(model: PreTrainedModel, windows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_causal(model: PreTrainedModel, windows: Tensor) -> None:
+def refuse_unless_causal(model: PreTrainedModel, windows: Tensor) -> None:
     """Raise UnsupportedModel for a model that is not causal on sequences of token ids, (sequences, length)."""
     _check(model, windows)
     starts = _starts(model, windows).to(input_device(model))
     with eval_mode(model):
         logits = [model(input_ids=x, use_cache=False).logits for x in (starts, other_last_token(starts))]
-    _refuse_unless_causal(model, *logits, dtype=model.dtype)
-
-
-def _refuse_unless_causal(model: PreTrainedModel, logits: Tensor, others: Tensor, *, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModel unless `is_causal`."""
-    if not is_causal(logits, others, dtype=dtype):
-        raise UnsupportedModel(f"{not_causal(model)}. Its perplexity would mean nothing.")
+    check_causal(model, *logits, dtype=model.dtype)
 
 
 def _narrow_dtype(model: PreTrainedModel, compute: torch.dtype | None) -> torch.dtype | None:

@@ -170,22 +170,21 @@ def other_last_token(tokens: Tensor) -> Tensor:
     return torch.cat([tokens[:, :-1], tokens[:, -2:-1]], dim=1)
 
 
-def is_causal(logits: Tensor, others: Tensor, *, dtype: torch.dtype) -> bool:
-    """Whether the last token changes what is predicted before it by no more than rounding does.
+def check_causal(model: PreTrainedModel, logits: Tensor, others: Tensor, *, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel for a model in which the last token changes what is predicted before it, beyond rounding.
 
     Args:
         logits: (batch, seq, vocabulary), of some tokens.
         others: The same of `other_last_token` of them.
         dtype: Dtype of the computation. Experts that get other tokens round differently, and a router that is rounded
-            differently may choose another expert: hence far more than its precision.
+            differently may choose another expert: the limit is therefore far above its precision.
     """
     moved = (logits[:, :-1].float() - others[:, :-1].float()).abs().max()
-    return not bool(moved > math.sqrt(torch.finfo(dtype).eps) * logits.abs().max())
-
-
-def not_causal(model: PreTrainedModel) -> str:
-    """What is said of a model that is not causal."""
-    return f"A {type(model).__name__} is not causal on text alone: what it predicts of a token depends on that and later tokens"
+    if moved > math.sqrt(torch.finfo(dtype).eps) * logits.abs().max():
+        raise UnsupportedModel(
+            f"A {type(model).__name__} is not causal on text alone: what it predicts of a token depends on that and later ones. "
+            "It can be pruned for its activations on text, but its perplexity and answers there would mean nothing."
+        )
 
 
 def kl_of_logits(teacher: Tensor, student: Tensor) -> Tensor:

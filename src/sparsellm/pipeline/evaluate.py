@@ -17,7 +17,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Evaluation, Perplexity
-from sparsellm.evaluation.perplexity import check_causal, measure_perplexity
+from sparsellm.evaluation.perplexity import measure_perplexity, refuse_unless_causal
 from sparsellm.evaluation.perplexity import perplexity as tokens_perplexity
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.pipeline.display import Display
@@ -110,22 +110,17 @@ def perplexity(
 ) -> Perplexity:
     """Measure a model's perplexity on one text.
 
-    Of a model in memory on a tensor of token ids it is computed in the model's dtype, otherwise as by `evaluate`.
-
     Args:
         model: As for `evaluate`.
-        text: A text, or data, as for `evaluate`; or token ids as for `sparsellm.evaluation.perplexity.perplexity`.
-        source: Name of the token ids, for the result.
+        text: As for `evaluate`. On a tensor of token ids, a model in memory computes in its own dtype.
+        source: Name of such token ids, for the result.
         tokenizer: Tokenizer of a model in memory.
-        batch: Of token ids, the sequences per batch.
-        progress: Of token ids, called after each batch with the number of evaluated sequences and their total.
+        batch: Sequences of such token ids per batch.
+        progress: Called after each batch of them with the number of evaluated sequences and their total.
         **settings: As for `evaluate`.
-
-    Raises:
-        SparseLLMError: As `evaluate`.
     """
     if isinstance(text, Tensor) and not isinstance(model, (str, Path)) and not settings:
-        check_causal(model, text)
+        refuse_unless_causal(model, text)
         return tokens_perplexity(model, text, source, batch=batch, progress=progress)
     if source or batch is not None or progress is not None:
         raise InvalidSetting("`source`, `batch` and `progress` are for token ids. Leave them out, or call `evaluate`.")

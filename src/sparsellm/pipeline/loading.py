@@ -26,7 +26,7 @@ from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, check_is_model, input_device, model_errors
-from sparsellm.models.output_head import is_causal, not_causal, other_last_token, prediction_head
+from sparsellm.models.output_head import check_causal, other_last_token, prediction_head
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
@@ -293,11 +293,12 @@ def check_runs(loaded: LoadedModel, *, by_block: bool, predicts: bool) -> None:
             with eval_mode(model), compute_dtype_context(model, loaded.compute):
                 logits = [model(input_ids=x.to(input_device(model)), use_cache=False).logits for x in sequences]
                 assert logits[0].shape[:2] == tokens.shape, f"logits of {tuple(logits[0].shape)}"
-    if is_causal(*logits, dtype=loaded.computed_in):
-        return
-    if predicts:
-        raise UnsupportedModel(f"{not_causal(model)}. Its perplexity and answers would mean nothing: leave them out.")
-    remark(f"{not_causal(model)}. It is pruned for its activations on such text; perplexity would mean nothing.", "causal")
+    try:
+        check_causal(model, *logits, dtype=loaded.computed_in)
+    except UnsupportedModel as error:
+        if predicts:
+            raise
+        remark(str(error), "causal")
 
 
 def _run_blocks(loaded: LoadedModel, sequences: Sequence[Tensor]) -> list[Tensor]:

@@ -147,12 +147,15 @@ class TokenizedText:
         """Tokens of the text in a sequence of that length."""
         return length - len(self.begin)
 
-    def tokens(self, string: str) -> Tensor:
+    def tokens(self, string: str, *, ends: bool = True) -> Tensor:
         """Tokenize a string to (tokens,) int64, with the tokenizer's special tokens where sequences have them from it.
 
         Where each sequence has a BOS token of its own, one at the start of the string is left out.
+
+        Args:
+            ends: Whether the string may have special tokens at its ends; a piece of a text may not.
         """
-        tokens = tokenize(self._tokenizer, string, self._around if self._special else None)
+        tokens = tokenize(self._tokenizer, string, self._around if ends and self._special else None)
         return tokens[1:] if len(self.begin) and torch.equal(tokens[:1], self.begin) else tokens
 
     def sequence(self, number: int, length: int) -> Tensor | None:
@@ -186,13 +189,8 @@ class TokenizedText:
         Raises:
             BadText: There is no token.
         """
-        pieces = (self._without_ends(piece) if self.is_long else self.tokens(piece) for piece in self._stream_pieces())
+        pieces = (self.tokens(piece, ends=not self.is_long) for piece in self._stream_pieces())
         return self._checked(torch.cat([torch.empty(0, dtype=torch.long), *pieces]))
-
-    def _without_ends(self, piece: str) -> Tensor:
-        """The tokens of a piece, without those that the tokenizer adds at the ends of a text."""
-        tokens = tokenize(self._tokenizer, piece)
-        return tokens[1:] if len(self.begin) and torch.equal(tokens[:1], self.begin) else tokens
 
     def first_of_stream(self, count: int) -> Tensor:
         """At least the first tokens of the stream, or all."""
@@ -200,8 +198,8 @@ class TokenizedText:
             return self.stream
         found = [torch.empty(0, dtype=torch.long)]
         for piece in self._stream_pieces():
-            tokens = self._without_ends(piece[: 2 * CHARACTERS * (count + FURTHER_TOKENS)])
-            tokens = tokens if len(tokens) >= count + FURTHER_TOKENS else self._without_ends(piece)
+            tokens = self.tokens(piece[: 2 * CHARACTERS * (count + FURTHER_TOKENS)], ends=False)
+            tokens = tokens if len(tokens) >= count + FURTHER_TOKENS else self.tokens(piece, ends=False)
             found.append(tokens)
             count -= len(tokens)
             if count <= 0:
@@ -256,7 +254,7 @@ class TokenizedText:
         characters = CHARACTERS * (count + FURTHER_TOKENS)
         while True:
             piece, ended = self._piece(first, shift, characters)
-            tokens = self._without_ends(piece)
+            tokens = self.tokens(piece, ends=False)
             if len(tokens) >= count + (0 if ended else FURTHER_TOKENS):
                 return tokens[:count], max(1, len(piece) * count // len(tokens))
             if ended:
