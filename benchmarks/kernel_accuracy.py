@@ -18,7 +18,7 @@ from measuring import MEASURED, ROOT, markdown_table, measure_or_show, read_figu
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.solvers.integers import IntegerFormat

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTCo
 
 import sparsellm
 from sparsellm.activations.sensitivity import output_fisher
-from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.methods import LAYER_RESULT
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.block_recovery import BlockRecovery

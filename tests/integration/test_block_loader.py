@@ -23,7 +23,8 @@ from sparsellm.checkpoints.comparison import StoredTensors, compare
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint
-from sparsellm.evaluation.perplexity import perplexity, streamed_perplexity
+from sparsellm.evaluation.perplexity import streamed_perplexity
+from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.journal import Journal

@@ -27,7 +27,8 @@ from transformers import (
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
-from sparsellm.evaluation.perplexity import perplexity, streamed_perplexity
+from sparsellm.evaluation.perplexity import streamed_perplexity
+from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text

@@ -23,7 +23,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.evaluation.measurements import generate_text
-from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.evaluate import evaluate
 from sparsellm.texts import samples, tokenized

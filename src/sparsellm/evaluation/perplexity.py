@@ -51,7 +51,7 @@ AMPLE = 2**30
 """Bytes of memory below which `batch_to_measure` reduces the batch size."""
 
 
-def perplexity(
+def token_perplexity(
     model: PreTrainedModel,
     windows: Tensor,
     source: str = "",
@@ -114,9 +114,9 @@ def streamed_perplexity(
 
     Args:
         loaded: The model, with or without its weights in memory.
-        windows: Token ids as for `perplexity`.
-        batch: Maximum number of sequences per batch; None as for `perplexity`.
-        progress: As for `perplexity`; a sequence counts as done in part after each block.
+        windows: Token ids as for `token_perplexity`.
+        batch: Maximum number of sequences per batch; None as for `token_perplexity`.
+        progress: As for `token_perplexity`; a sequence counts as done in part after each block.
     """
     model = loaded.model
     _check(model, windows)
@@ -173,7 +173,7 @@ def measure_perplexity(
     Args:
         windows: Token ids, (sequences, length) int64.
         batch: Sequences per batch; None for a number that fits into the model's memory budget.
-        progress: As for `perplexity`.
+        progress: As for `token_perplexity`.
     """
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
@@ -194,7 +194,7 @@ def measured(
 ) -> Perplexity:
     """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
     with compute_dtype_context(model, compute_dtype(model)), fast_linear_layers():
-        return perplexity(model, windows, source, batch=batch, progress=progress)
+        return token_perplexity(model, windows, source, batch=batch, progress=progress)
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Evaluation, Perplexity
-from sparsellm.evaluation.perplexity import measure_perplexity, refuse_unless_causal
-from sparsellm.evaluation.perplexity import perplexity as tokens_perplexity
+from sparsellm.evaluation.perplexity import measure_perplexity, refuse_unless_causal, token_perplexity
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.early_checks import check_inputs
@@ -121,12 +120,14 @@ def perplexity(
     """
     if isinstance(text, Tensor) and not isinstance(model, (str, Path)) and not settings:
         refuse_unless_causal(model, text)
-        return tokens_perplexity(model, text, source, batch=batch, progress=progress)
+        return token_perplexity(model, text, source, batch=batch, progress=progress)
     if source or batch is not None or progress is not None:
-        raise InvalidSetting("`source`, `batch` and `progress` are for token ids. Leave them out, or call `evaluate`.")
+        raise InvalidSetting(
+            "A source, a batch and a function for progress are for token ids and a model in memory. Leave them out."
+        )
     found = list(evaluate(model, text, tokenizer=tokenizer, **settings).perplexity.values())
     if len(found) != 1:
-        raise InvalidSetting(f"One text has a perplexity, got {len(found)}. Call `evaluate`.")
+        raise InvalidSetting(f"One text has a perplexity, got {len(found)}. Call sparsellm.evaluate.")
     return found[0]
 
 

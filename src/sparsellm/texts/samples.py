@@ -26,8 +26,9 @@ REPEATED = 2
 TRIED, MEDIAN = 64, 2
 """Documents whose lengths are looked at, at even distances; there is a note where half of them are shorter than a sequence."""
 
-PARTS = 4
-"""Parts of one text, between blank lines, that a sequence joins where a note asks whether they are texts of their own."""
+PARTS_A_SEQUENCE = 4
+"""Parts of one text, between blank lines, that a sequence joins, but for the longest tenth, where a note asks whether they are
+texts of their own. Paragraphs of prose have tens to hundreds of tokens."""
 
 TOKEN_BYTES = 8
 """Bytes of a token id."""
@@ -294,7 +295,7 @@ def _short_documents(tokenized: TokenizedText, length: int) -> Iterator[str]:
     documents = (tokenized.document(x) if isinstance(x, int) else x for x in parts[::step])
     lengths = sorted(len(tokenized.tokens(x[: 2 * CHARACTERS * length])) for x in documents if x is not None and x.strip())
     median = lengths[len(lengths) // MEDIAN] if lengths else length
-    if is_one and len(lengths) >= PARTS and PARTS * median <= length:
+    if is_one and len(lengths) >= PARTS_A_SEQUENCE and PARTS_A_SEQUENCE * lengths[len(lengths) * 9 // 10] <= length:
         yield (
             f"{text.source} has blank lines around parts of few tokens (the median has {median:,}), and sequences of "
             f"{length:,} join them; if each is a text of its own, write them to a .jsonl file and pass `documents='whole'`"
