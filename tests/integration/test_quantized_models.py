@@ -471,6 +471,22 @@ def test_what_contradicts_itself_is_refused(
             "compressed-tensors x",
         ),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors marlin-24"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"0": {"weights": {"num_bits": 4}}, "1": {"weights": {"num_bits": 3, "type": "int"}}},
+            },
+            "compressed-tensors pack-quantized, int3",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"0": {"weights": {"num_bits": 6, "type": "float"}}},
+            },
+            "compressed-tensors float-quantized, float6",
+        ),
         ({}, "None"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -478,6 +494,19 @@ def test_what_contradicts_itself_is_refused(
 def test_other_formats_are_refused_by_name(settings: dict[str, Any], kind: str, written: Written, tmp_path: Path) -> None:
     folder = changed(written("llama", "FP8 in blocks")[0], tmp_path / "other", lambda _: None, quantization_config=settings)
     with pytest.raises(UnsupportedModel, match=f"is quantized by {re.escape(kind)}, which is not read; what is read is FP8"):
+        open_checkpoint(str(folder))
+
+
+def test_other_floats_are_not_damage(written: Written, tmp_path: Path) -> None:
+    """Weights in a dtype that is not read, as the configuration of other hardware has them."""
+
+    def convert(tensors: dict[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            if tensor.dtype is torch.float8_e4m3fn:
+                tensors[key] = tensor.float().to(torch.float8_e4m3fnuz)
+
+    folder = changed(written("llama", "FP8 in blocks")[0], tmp_path / "other", convert)
+    with pytest.raises(UnsupportedModel, match="is in float8_e4m3fnuz, which is not read; what is read is FP8"):
         open_checkpoint(str(folder))
 
 

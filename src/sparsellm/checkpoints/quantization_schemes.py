@@ -28,6 +28,9 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 """Names of the dtypes of weights in 8 bits, and of scales."""
 
+BITS_READ = {"int": (2, 4, 8), "float": (4, 8)}
+"""Bits of the numbers of compressed-tensors that are read, by their type."""
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of FP4, by their bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
@@ -207,15 +210,27 @@ class CompressedTensors(Scheme):
         super().__init__(settings)
         groups = settings.get("config_groups")
         listed = groups.values() if isinstance(groups, dict) else ()
-        weights = [group.get("weights") for group in listed if isinstance(group, dict)]
-        self._weights = [given for given in weights if isinstance(given, dict)]
-        self.block = next((pair for given in self._weights if (pair := _pair(given.get("block_structure")))), None)
+        parts = [group.get("weights") for group in listed if isinstance(group, dict)]
+        weights = [given for given in parts if isinstance(given, dict)]
+        self.kinds = [(given.get("type", "int"), given.get("num_bits", "")) for given in weights]
+        self.block = next((pair for given in weights if (pair := _pair(given.get("block_structure")))), None)
 
     @property
     def name(self) -> str:
-        kinds = sorted({f"{given.get('type', 'int')}{given.get('num_bits', '')}" for given in self._weights})
+        kinds = sorted({f"{kind}{bits}" for kind, bits in self.kinds})
         format = self.settings.get("format") or self.settings.get("quant_method")
         return f"compressed-tensors {format}" + (f", {' and '.join(kinds)}" if kinds else "")
+
+    @property
+    def is_read(self) -> bool:
+        """Whether weights are in kinds of numbers that are read, with all zeros, and for activations that are not rotated."""
+        transforms, sparse = self.settings.get("transform_config"), self.settings.get("sparsity_config")
+        formats = {str(self.settings.get("format")), str(sparse.get("format") if isinstance(sparse, dict) else None)}
+        return (
+            all(bits in ("", *BITS_READ.get(str(kind), ())) for kind, bits in self.kinds)
+            and not (isinstance(transforms, dict) and transforms.get("config_groups"))
+            and not formats & {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mxfp6-pack-quantized"}
+        )
 
     def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         scale = parts["weight_scale"]
@@ -238,12 +253,9 @@ class CompressedTensors(Scheme):
         if stored is None or stored.dtype not in ("int64", "int32") or stored.shape != (2,):
             raise Contradiction("has no weight_shape of two integers")
         shape = tuple(torch.frombuffer(bytearray(read("weight_shape")), dtype=getattr(torch, stored.dtype)).tolist())
-        listed = [given["num_bits"] for given in self._weights if "num_bits" in given]
-        if not (widths := {bits for bits in (2, 4, 8) if not listed or bits in listed}):
-            raise Contradiction("has integers of other than 2, 4 and 8 bits")
-        fits = [
-            bits for bits in sorted(widths) if packed.shape == (shape[0], -(-shape[1] * bits // WORD_BITS)) and min(shape) > 0
-        ]
+        listed = [bits for _, bits in self.kinds if bits != ""]
+        widths = [bits for bits in BITS_READ["int"] if not listed or bits in listed]
+        fits = [bits for bits in widths if packed.shape == (shape[0], -(-shape[1] * bits // WORD_BITS)) and min(shape) > 0]
         if packed.dtype != "int32" or not fits:
             raise Contradiction(f"of shape {shape} is not in {_said(packed)}")
         if "weight_g_idx" in parts:

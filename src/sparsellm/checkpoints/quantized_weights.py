@@ -153,14 +153,14 @@ def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
     settings = quantization_settings(fields)
     if settings is None:
         return None
-    method, format = settings.get("quant_method"), settings.get("format", "")
+    method = settings.get("quant_method")
     bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
     layout = settings.get("checkpoint_format")
     read: dict[str, tuple[type[Scheme], bool]] = {
         "fp8": (Float8, True),
         "fbgemm_fp8": (CompressedTensors, True),
         "mxfp4": (MXFP4, True),
-        "compressed-tensors": (CompressedTensors, not _is_unread(settings)),
+        "compressed-tensors": (CompressedTensors, CompressedTensors(settings).is_read),
         "bitsandbytes": (BitsAndBytes4, bool(settings.get("load_in_4bit"))),
         "gptq": (GPTQ, type(bits) is int and bits in (2, 4, 8) and layout in (None, "gptq", "gptq_v2")),
         "awq": (AWQ, bits == 4 and version == "gemm"),
@@ -168,22 +168,14 @@ def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
     if str(method) in read and read[str(method)][1]:
         return read[str(method)][0](settings)
     of = "" if layout is None else f", checkpoint_format {layout}"
-    details = {"gptq": f" of {bits} bits{of}", "awq": f" of {bits} bits, version {version}", "compressed-tensors": f" {format}"}
+    details = {"gptq": f" of {bits} bits{of}", "awq": f" of {bits} bits, version {version}"}
+    if method == "compressed-tensors":
+        details[method] = CompressedTensors(settings).name.removeprefix(method)
     kind = "bitsandbytes of 8 bits" if method == "bitsandbytes" else f"{str(method)[:40]}{details.get(str(method), '')[:40]}"
     raise UnsupportedModel(
         f"{name} is quantized by {kind}, which is not read; what is read is {READ}. Prune the plain checkpoint that it was "
         "made from, or dequantize it with the program that wrote it."
     )
-
-
-def _is_unread(settings: Mapping[str, Any]) -> bool:
-    """Whether compressed-tensors leaves zeros out of the files, rotates activations, or has a format of certain kernels."""
-    transforms = settings.get("transform_config")
-    if isinstance(transforms, dict) and transforms.get("config_groups"):
-        return True
-    sparse = settings.get("sparsity_config")
-    formats = {str(settings.get("format")), str(sparse.get("format") if isinstance(sparse, dict) else None)}
-    return bool(formats & {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mxfp6-pack-quantized"})
 
 
 def find_weights(
@@ -270,6 +262,11 @@ def _weight(
         raise BadCheckpoint(
             f"{where} is in {numbers.dtype} beside scales of {scheme.name}: the folder is dequantized in part. "
             "Get a sound copy, or dequantize all of it and remove quantization_config from config.json."
+        )
+    if numbers.dtype.startswith("float") and numbers.dtype not in (*FLOAT8, *FLOATS_READ):
+        raise UnsupportedModel(
+            f"{where} is in {numbers.dtype}, which is not read; what is read is {READ}. Prune the plain checkpoint that it was "
+            "made from, or dequantize it with the program that wrote it."
         )
     try:
         layout = scheme.layout(stored, lambda ending: read(*parts[ending]))
