@@ -12,17 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import Result
 
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.errors import BadCheckpoint
 from sparsellm.pipeline.inspection import inspect
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.work_directory import work_directory
 from tests.cli.test_headers import refused_by_all
 from tests.conftest import byte_tokenizer, long_unless, report_of
-from tests.integration.test_families import CONFIGS
+from tests.integration.test_families import CONFIGS, GATED, tensors_of, written
 
 NAMES = ("first", "second", "both")
 FORMS = ("single", "shards", "bin")
@@ -149,3 +150,64 @@ def test_two_names_with_different_values_are_refused(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     assert open_checkpoint(str(folder)).skeleton().lm_head.weight is not None
+
+
+def wrapped(kind: str, folder: Path, *, outer: bool | None, inner: bool | None, head: bool) -> Path:
+    """A vision-language model whose config.json says on two levels whether the head is tied; `head`: the files hold another."""
+    inside = {**GATED, "num_key_value_heads": 4, "head_dim": 8}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16}
+    config = AutoConfig.for_model(
+        kind,
+        text_config={"model_type": TOWERS[kind], **inside},
+        vision_config={"model_type": "siglip_vision_model", **vision, "patch_size": 8, "head_dim": 8, "projection_dim": 32},
+        image_token_index=5,
+    )
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    if not head:
+        kept = {name: x for name, x in load_file(folder / "model.safetensors").items() if not name.endswith("lm_head.weight")}
+        store(kept, folder, "single")
+    fields = json.loads((folder / "config.json").read_text())
+    for part, value in ((fields, outer), (fields["text_config"], inner)):
+        del part["tie_word_embeddings"]
+        part.update({} if value is None else {"tie_word_embeddings": value})
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+TOWERS = {"mistral3": "mistral", "gemma3": "gemma3_text", "paligemma": "gemma", "llava": "llama"}
+
+
+@pytest.mark.parametrize("kind", [long_unless(kind in ("mistral3", "llava"), kind) for kind in TOWERS])
+@pytest.mark.parametrize(
+    ("outer", "inner", "head"),
+    [(None, False, True), (False, None, True), (False, False, True), (None, True, False), (True, None, False)],
+)
+def test_a_written_field_counts_on_either_level(
+    kind: str, outer: bool | None, inner: bool | None, head: bool, tmp_path: Path
+) -> None:
+    """Before the default of the class, as in the model that transformers builds; in memory and block by block."""
+    folder = wrapped(kind, tmp_path / "model", outer=outer, inner=inner, head=head)
+    reference = AutoModelForImageTextToText.from_pretrained(folder)
+    tied = reference.lm_head.weight is reference.model.language_model.embed_tokens.weight
+    assert tied is not head
+    checkpoint = open_checkpoint(str(folder))
+    model, weights = checkpoint.stream()
+    assert (checkpoint.skeleton().all_tied_weights_keys == {}) is head
+    assert torch.equal(checkpoint.load().lm_head.weight, reference.lm_head.weight)
+    with weights.non_block():
+        assert torch.equal(model.lm_head.weight, reference.lm_head.weight)
+    for offload in (False, True):
+        out = written(folder, tmp_path / f"out-{offload}", "magnitude", offload=offload)
+        assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+        assert any(name.endswith("lm_head.weight") for name in tensors_of(out)) is head
+
+
+def test_fields_that_tie_a_head_that_differs_are_refused(tmp_path: Path) -> None:
+    """Some programs read the outer field, others the inner one."""
+    folder = wrapped("mistral3", tmp_path / "model", outer=True, inner=False, head=True)
+    with pytest.raises(BadCheckpoint, match="tie_word_embeddings"):
+        open_checkpoint(str(folder))

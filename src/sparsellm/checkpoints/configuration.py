@@ -14,7 +14,7 @@ import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.documents import folder_for_transformers
-from sparsellm.checkpoints.headers import TensorHeader
+from sparsellm.checkpoints.headers import FLOATS, TensorHeader
 from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
     Stored,
@@ -87,6 +87,7 @@ def read_configuration(
 
     family = fields["model_type"]
     _check_sizes(name, fields, headers)
+    _check_dtypes(name, fields)
     try:
         with silence_transformers(), folder_for_transformers(folder) as readable:
             config = AutoConfig.from_pretrained(readable, local_files_only=True, trust_remote_code=trusted)
@@ -168,10 +169,15 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **options: A
     return model
 
 
-def check_tensors(name: str, model: PreTrainedModel, *, files: list[Path], headers: Mapping[str, TensorHeader]) -> None:
-    """Raise BadCheckpoint unless stored tensors have the shapes in the configuration, and tied tensors are equal.
+def check_tensors(
+    name: str, model: PreTrainedModel, *, fields: Mapping[str, Any], files: list[Path], headers: Mapping[str, TensorHeader]
+) -> bool:
+    """Raise BadCheckpoint unless stored tensors have the shapes in the configuration, and tensors that it ties are equal.
 
     Tensors that transformers converts from several pieces are checked when they are read.
+
+    Returns:
+        Whether all tied tensors are equal. If not, no field ties them, and transformers loads each.
     """
     stored = sum(header.numel for header in headers.values())
     computed = sum(buffer.numel() for buffer in model.buffers())
@@ -182,7 +188,7 @@ def check_tensors(name: str, model: PreTrainedModel, *, files: list[Path], heade
     try:
         locations, _, _ = index_tensors(files, model)
     except NotStreamable:
-        return
+        return True
     state = model.state_dict()
     joined = next(
         (key for key in state if key not in locations and re.search(r"\.experts\.(gate_up_proj|down_proj)$", key)), None
@@ -199,18 +205,35 @@ def check_tensors(name: str, model: PreTrainedModel, *, files: list[Path], heade
                 f"{name}: {location.key} is {headers[location.key].shape}, but the configuration calls for {shape}. "
                 "config.json may belong to another model."
             )
-    _check_tied(name, model, locations)
-
-
-def _check_tied(name: str, model: PreTrainedModel, locations: Mapping[str, Stored]) -> None:
-    """Raise BadCheckpoint if tensors that the configuration ties have different values in the files."""
     first: dict[str, str] = {}
     for key, tied_name in tied_names(model).items():
         other = first.setdefault(tied_name, key) if key in locations else key
         if other != key and not _equal(locations[other], locations[key]):
+            if not any(part.get("tie_word_embeddings") for _, part in config_parts(fields)):
+                return False
             raise BadCheckpoint(
                 f"{name}: {other} and {key} are tied in config.json, but they differ in the weight files. "
                 "If both are needed, set `tie_word_embeddings` to false in config.json."
+            )
+    return True
+
+
+def config_parts(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The fields of config.json, and those of the configurations within it, with what their names begin with."""
+    yield "", fields
+    for key, part in fields.items():
+        if key.endswith("_config") and isinstance(part, dict) and key != "quantization_config":
+            yield from ((f"{key}.{within}", inner) for within, inner in config_parts(part))
+
+
+def _check_dtypes(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise BadCheckpoint for a dtype in config.json that weights cannot have."""
+    for where, part in config_parts(fields):
+        field = "torch_dtype" if part.get("dtype") is None else "dtype"  # as transformers reads them
+        if part.get(field) not in (None, *FLOATS):
+            raise BadCheckpoint(
+                f"{name}: config.json says {where}{field} {str(part[field])[:80]!r}, which no weights are loaded in. "
+                f"Write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, or remove the field: the weight files then decide."
             )
 
 

@@ -6,12 +6,14 @@ Other fields and files count in the order in which transformers reads them, as d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
+from sparsellm.checkpoints.configuration import config_parts
 from sparsellm.checkpoints.files import SHARDS
 from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
 from sparsellm.checkpoints.stored_form import is_computed
@@ -37,7 +39,8 @@ def check_fields(name: str, fields: Mapping[str, Any], config: PretrainedConfig)
         fields: The fields of config.json.
         config: The configuration that transformers makes of them.
     """
-    for where, part, of in _parts(fields, config):
+    for where, part in config_parts(fields):
+        of = reduce(lambda outer, key: getattr(outer, key, None), where.split(".")[:-1], config)
         for first, second in _doubles(part, of):
             if first[1] != second[1]:
                 (one, value), (other, different) = first, second
@@ -46,14 +49,6 @@ def check_fields(name: str, fields: Mapping[str, Any], config: PretrainedConfig)
                     "and programs differ in which one they read. Remove the wrong one."
                 )
     _check_class(name, fields)
-
-
-def _parts(fields: Mapping[str, Any], config: PretrainedConfig) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """The fields of the configuration and of those within it, with where they are and what transformers makes of them."""
-    yield "", fields, config
-    for key, part in fields.items():
-        if key.endswith("_config") and isinstance(part, dict):
-            yield f"{key}.", part, getattr(config, key, None)
 
 
 def _doubles(part: Mapping[str, Any], config: Any) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:

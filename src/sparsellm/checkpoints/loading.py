@@ -272,7 +272,10 @@ def open_checkpoint(
     check_fields(name, fields, config)
     checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, architecture, opened.packed, opened.quantization)
     skeleton = checkpoint.skeleton()
-    check_tensors(name, skeleton, files=files, headers=headers)
+    if not check_tensors(name, skeleton, fields=fields, files=files, headers=headers):
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
+        skeleton = checkpoint.skeleton()
     check_doubles(name, files)
     check_index(name, folder, skeleton, files=files, headers=headers)
     return checkpoint
