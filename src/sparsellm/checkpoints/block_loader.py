@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -43,10 +42,10 @@ class DiskWeights:
     read.
 
     Args:
-        model: A skeleton, with parameters on the meta device and real buffers.
+        model: A skeleton whose tensors have the dtypes to which those of the files are converted. Those that are stored go to
+            the meta device; other buffers are real.
         locations: Where each parameter (and each buffer that checkpoints hold) is stored, by its name in the model. Tied
             parameters appear under at least one of their names.
-        dtype: Dtype to which floating-point tensors are converted.
         prefetch: Whether to read the next block while one is in use.
     """
 
@@ -56,25 +55,27 @@ class DiskWeights:
         self,
         model: PreTrainedModel,
         locations: Mapping[str, Stored],
-        dtype: torch.dtype,
         *,
         device: torch.device | str = "cpu",
         prefetch: bool = False,
     ) -> None:
-        self.dtype, self.device, self.prefetch = dtype, torch.device(device), prefetch
+        self.device, self.prefetch = torch.device(device), prefetch
         self._prefetched: tuple[Block, dict[str, Future[Tensor]]] | None = None
         self._locations = dict(locations)
         prefixes = tuple(f"{block.name}." for block in blocks_of(model))
         self._non_block = [name for name in self._locations if not name.startswith(prefixes)]
         self._owners = _owners(model)
-        self._own_dtypes = own_dtypes(model)
+        self._empty = {name: getattr(*self._owners[name][0]).to("meta") for name in self._locations}
+        for name, empty in self._empty.items():
+            for module, attribute in self._owners[name]:
+                setattr(module, attribute, empty)
 
     @contextmanager
     def block(self, block: Block, next_block: Block | None = None) -> Iterator[None]:
         if self._prefetched is not None and self._prefetched[0].index != block.index:
             self._cancel_prefetch()
         try:
-            with self._filled(self._names_of(block), self._prefetched[1] if self._prefetched else {}):
+            with self.filled(self._names_of(block), self._prefetched[1] if self._prefetched else {}):
                 self._prefetched = None
                 if self.prefetch and next_block is not None and not next_block.is_head:  # that is read with the last norm
                     self._start_prefetch(next_block)
@@ -88,7 +89,7 @@ class DiskWeights:
     @contextmanager
     def non_block(self) -> Iterator[None]:
         try:
-            with self._filled(self._non_block):
+            with self.filled(self._non_block):
                 yield
         finally:
             release_free_memory()
@@ -108,15 +109,13 @@ class DiskWeights:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into CPU memory, in its stored shape and in the dtype that it has in the model."""
-        location, dtype = self._locations[name], self._own_dtypes.get(name, self.dtype)
+        location, dtype = self._locations[name], self._empty[name].dtype
         tensor = read_stored(location, dtype)
-        if tensor.is_floating_point():
-            if not all_finite(tensor):
-                raise BadCheckpoint(
-                    f"{location.file.name} holds NaN or infinity in {location.key}. Get a sound copy of the checkpoint."
-                )
-            tensor = tensor.to(dtype)
-        return tensor
+        if isinstance(self._empty[name], nn.Parameter) and not all_finite(tensor):
+            raise BadCheckpoint(
+                f"{location.file.name} holds NaN or infinity in {location.key}. Get a sound copy of the checkpoint."
+            )
+        return tensor.to(dtype)
 
     def size(self) -> tuple[int, int]:
         """Return the number of parameters, tied ones counted once, and how many of them are zero."""
@@ -145,8 +144,7 @@ class DiskWeights:
             tensor = getattr(*self._owners[name][0])
             if tensor.device.type == "meta":
                 # Allocated here, so that it counts as memory of this thread.
-                dtype = self._own_dtypes.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
-                buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=devices.has_own_memory(self.device))
                 futures[name] = thread.submit(self._read_into, buffer, name)
         thread.shutdown(wait=False)  # it ends after the last tensor
         self._prefetched = block, futures
@@ -166,7 +164,7 @@ class DiskWeights:
             self._prefetched = None
 
     @contextmanager
-    def _filled(self, names: Iterable[str], prefetched: dict[str, Future[Tensor]] | None = None) -> Iterator[None]:
+    def filled(self, names: Iterable[str], prefetched: dict[str, Future[Tensor]] | None = None) -> Iterator[None]:
         """Put these tensors into the model within the context, taking (and removing) those that were prefetched."""
         prefetched = {} if prefetched is None else prefetched
         replaced: list[tuple[nn.Module, str, Tensor]] = []
@@ -193,10 +191,6 @@ class DiskWeights:
                 setattr(module, attribute, empty)
 
 
-WIDENED = {"_keep_in_fp32_modules": (torch.float16,), "_keep_in_fp32_modules_strict": (torch.float16, torch.bfloat16)}
-"""Attributes by which a transformers model keeps some tensors in float32, with the model dtypes to which they apply."""
-
-
 def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     """Find where each tensor of a model is stored, as `from_pretrained` would.
 
@@ -214,18 +208,6 @@ def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, S
     if missing:
         raise NotStreamable(f"{missing[0]} is not in the checkpoint under a name of its own")
     return locations
-
-
-def own_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor of a model that `from_pretrained` gives another one than the model's.
-
-    A class names some tensors that stay in float32, and makes others in a dtype of their own.
-    """
-    listed = [name for key, dtypes in WIDENED.items() if model.dtype in dtypes for name in getattr(model, key, None) or ()]
-    pattern = re.compile("|".join(name.replace("*", ".*") for name in listed)) if listed else None
-    state = {name: tensor.dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    own = {name: torch.float32 if pattern and pattern.search(name) else dtype for name, dtype in state.items()}
-    return {name: dtype for name, dtype in own.items() if dtype is not model.dtype}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -145,12 +146,13 @@ def auto_model(config: PretrainedConfig) -> Any:
     raise UnsupportedModel(f"The installed transformers has no causal language model of type {config.model_type!r}.")
 
 
-def empty_model(name: str, config: PretrainedConfig, trusted: bool, **options: Any) -> PreTrainedModel:
+def empty_model(name: str, config: PretrainedConfig, trusted: bool, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model from its configuration, on the device of the context.
 
     Args:
         trusted: Whether the checkpoint's own code may run.
-        **options: Arguments of `from_config`.
+        dtype: The dtype to load in. Each parameter and buffer has the dtype that `from_pretrained` gives it: this one, or that
+            in which the class makes it or keeps it.
 
     Raises:
         UnsupportedModel: transformers does not have the model.
@@ -159,13 +161,19 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **options: A
     """
     try:
         with silence_transformers():
-            model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=trusted, **options)
+            own = copy.deepcopy(config)  # whose dtype is set
+            model: PreTrainedModel = auto_model(own).from_config(own, trust_remote_code=trusted, dtype=dtype)
     except (SparseLLMError, MemoryError):
         raise
     except ImportError as error:
         raise MissingPackage(f"{name} needs a package that is not installed: {_error_text(error)}.") from error
     except Exception as error:  # inconsistent fields may raise any exception
         raise BadCheckpoint(f"{name}: no model can be built from config.json: {_error_text(error)}.") from error
+    kept = model._get_dtype_plan(dtype)
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        for pattern, wider in kept.items():
+            if re.search(pattern.replace("*", ".*"), key):
+                tensor.data = tensor.data.to(wider)
     return model
 
 

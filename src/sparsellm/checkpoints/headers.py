@@ -115,6 +115,16 @@ def check_dtypes(name: str, headers: Mapping[str, TensorHeader], *, packed: bool
             )
 
 
+def file_metadata(files: Iterable[Path]) -> dict[str, str]:
+    """Return the metadata of weight files for those that are made from them: without the list of packed tensors."""
+    found: dict[str, str] = {"format": "pt"}
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="numpy") as stream:
+                found = {**(stream.metadata() or {}), **found}
+    return {key: found[key] for key in sorted(found) if key != PACKED_METHOD}
+
+
 def is_zip(file: Path) -> bool:
     """Return whether a .bin file has the format since torch 1.6, whose tensors can be read one at a time."""
     with file.open("rb") as stream:

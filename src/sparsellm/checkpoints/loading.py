@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -69,10 +68,10 @@ class Checkpoint:
         """Maximum sequence length of the model, in tokens."""
         return context_length(self.config)
 
-    def skeleton(self) -> PreTrainedModel:
-        """Return the model on the meta device: names and shapes only."""
+    def skeleton(self, dtype: str = "auto") -> PreTrainedModel:
+        """Return the model on the meta device: names, shapes, and the dtypes of a model that is loaded in `dtype`."""
         with torch.device("meta"):
-            model = empty_model(self.name, self.config, self.trusted)
+            model = empty_model(self.name, self.config, self.trusted, self.dtype(dtype))
         model.tie_weights()
         return describe(model, self.architecture)
 
@@ -111,16 +110,15 @@ class Checkpoint:
         """
         from accelerate import init_empty_weights
 
-        torch_dtype = self.dtype(dtype)
         with init_empty_weights(include_buffers=False):
-            model = empty_model(self.name, copy.deepcopy(self.config), self.trusted, dtype=torch_dtype)
+            model = empty_model(self.name, self.config, self.trusted, self.dtype(dtype))
         model.tie_weights()  # outside the context, which replaces every parameter
         model = describe(model, self.architecture)
         locations = locate_tensors(self.files(), model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return model.eval(), DiskWeights(model, locations, torch_dtype, device=device, prefetch=prefetch)
+        return model.eval(), DiskWeights(model, locations, device=device, prefetch=prefetch)
 
     def load(self, dtype: str = "auto", device: torch.device | str | None = "cpu", **keywords: Any) -> PreTrainedModel:
         """Load the model, in evaluation mode. The layers of a packed model are `sparsellm.formats.linear.PackedLinear`.
@@ -204,12 +202,12 @@ class InMemoryModel:
         """Maximum sequence length of the model, in tokens."""
         return context_length(self.model.config)
 
-    def skeleton(self) -> PreTrainedModel:
-        """Return the model itself; for a packed model the dense one, on the meta device."""
+    def skeleton(self, dtype: str = "auto") -> PreTrainedModel:
+        """Return the model itself, in its own dtype; for a packed model the dense one, on the meta device."""
         if not self.packed:
             return self.model
         with torch.device("meta"):
-            model = empty_model(self.name, self.model.config, trusted=True)
+            model = empty_model(self.name, self.model.config, trusted=True, dtype=self.dtype())
         model.tie_weights()
         return model
 

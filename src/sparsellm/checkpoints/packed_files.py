@@ -220,11 +220,11 @@ class FileWriter:
 
     Args:
         file: The file to write.
+        metadata: Its metadata.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.metadata = {"format": "pt"}
+    def __init__(self, file: Path, metadata: dict[str, str]) -> None:
+        self.file, self.metadata = file, metadata
         self._entries: dict[int, dict[str, tuple[str, list[int], int]]] = {}
         self._data: dict[int, BinaryIO] = {}
         self._stack = ExitStack()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import FLOATS, locate_all, quantized_weights, read_headers
+from sparsellm.checkpoints.headers import locate_all, quantized_weights, read_headers
 from sparsellm.checkpoints.quantization_schemes import GPTQ
 from sparsellm.checkpoints.tensor_index import ConvertedTensor, Stored, TensorLocation, index_tensors, locations_of, read_stored
 from sparsellm.errors import BadCheckpoint, dtype_name
@@ -48,8 +48,9 @@ class StoredForm:
     """The tensors of a checkpoint's files.
 
     Attributes:
-        model: The model, or its skeleton.
+        model: The skeleton of the model, in the dtype that the output has.
         locations: Where each tensor of the model is stored, by its name there.
+        dtypes: The dtype of each of these in its file, by stored name.
         carried: Where tensors are that the model does not have, such as those for predicting several tokens, by stored name.
         computed: Names of stored buffers that the model computes itself.
         zero_biases: Names of biases that are 0 and that the model does not have; GPTQ's programs wrote one for each layer.
@@ -57,6 +58,7 @@ class StoredForm:
 
     model: PreTrainedModel
     locations: Mapping[str, Stored]
+    dtypes: Mapping[str, str]
     carried: Mapping[str, TensorLocation]
     computed: tuple[str, ...] = ()
     zero_biases: tuple[str, ...] = ()
@@ -64,30 +66,42 @@ class StoredForm:
     @classmethod
     def of(cls, files: Iterable[Path], model: PreTrainedModel) -> StoredForm:
         """Read the headers of the files."""
-        locations, unknown, _ = index_tensors(files, model, whole=True)
-        headers = {file: read_headers(file) for file in {location.file for location in unknown.values()}}
+        headers = {file: read_headers(file) for file in files}
+        locations, unknown, model._weight_conversions = index_tensors(headers, model, whole=True)
+        places = [place for stored in locations.values() for place in locations_of(stored)]
+        dtypes = {place.key: headers[place.file][place.key].dtype for place in places}
         computed = tuple(key for key, x in unknown.items() if is_computed(key, headers[x.file][key].shape))
         biases = tuple(key for key, x in unknown.items() if is_added_bias(key, x))
         carried = {key: x for key, x in unknown.items() if key not in {*computed, *biases}}
-        return cls(model, locations, carried, computed, biases)
+        return cls(model, locations, dtypes, carried, computed, biases)
 
-    def dtypes(self) -> dict[str, str]:
-        """The dtype of each stored tensor of the model that holds floating-point numbers, by stored name."""
-        places = [place for stored in self.locations.values() for place in locations_of(stored)]
-        headers = {file: read_headers(file) for file in {place.file for place in places}}
-        found = {place.key: headers[place.file][place.key].dtype for place in places}
-        return {key: dtype for key, dtype in found.items() if dtype in FLOATS}
+    def fixed(self) -> set[str]:
+        """The model's names of what is never trained, such as biases of routers, and is therefore stored as it came."""
+        frozen = {name for name, x in self.model.named_parameters(remove_duplicate=False) if not x.requires_grad}
+        return frozen | {name for name, _ in self.model.named_buffers()}
+
+    def converted(self) -> dict[str, torch.dtype]:
+        """The stored tensors that have another dtype in the model, with that dtype; without those that are `fixed`."""
+        state, fixed = self.model.state_dict(), self.fixed()
+        trained = [(state[name].dtype, locations_of(x)) for name, x in self.locations.items() if name not in fixed]
+        loaded = {place.key: dtype for dtype, places in trained for place in places}
+        return {key: dtype for key, dtype in loaded.items() if self.dtypes[key] != dtype_name(dtype)}
+
+    def rounded(self) -> dict[str, str]:
+        """The stored tensors that cannot be converted to their dtype in the model without rounding, with their own."""
+        pairs = {key: (self.dtypes[key], dtype) for key, dtype in self.converted().items()}
+        return {key: own for key, (own, dtype) in pairs.items() if torch.promote_types(getattr(torch, own), dtype) != dtype}
 
     def changes(self, dtype: torch.dtype) -> bool:
-        """Whether a stored tensor has another dtype."""
-        return any(name != dtype_name(dtype) for name in self.dtypes().values())
-
-    def rounded(self, dtype: torch.dtype) -> dict[str, str]:
-        """The stored tensors that cannot be converted to a dtype without rounding, with their own."""
-        return {key: name for key, name in self.dtypes().items() if torch.promote_types(getattr(torch, name), dtype) != dtype}
+        """Whether the output of a model in this dtype has a tensor in another one than the files; see `tensors`."""
+        rounded = self.rounded()
+        return any(key in rounded or self.dtypes[key] != dtype_name(dtype) for key in self.converted())
 
     def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors to store for some of the model's, by stored name; none for those that are not in the files.
+
+        What is `fixed` and unchanged is stored as it came. What the model's class keeps in a wider dtype is stored in that of
+        the model if nothing is lost.
 
         Args:
             parameters: By name in the model; all that are converted from the same pieces together.
@@ -96,29 +110,24 @@ class StoredForm:
 
         stored: dict[str, Tensor] = {}
         groups: dict[str, dict[str, Tensor]] = {}
+        dtype, fixed = self.model.config.dtype, self.fixed()
         for name, tensor in parameters.items():
             location = self.locations.get(name)
             if isinstance(location, TensorLocation):
                 stored[location.key] = tensor
+                if name in fixed and not tensor.is_meta and self.dtypes[location.key] != dtype_name(tensor.dtype):
+                    own = read_stored(location)
+                    stored[location.key] = own if torch.equal(own.to(tensor), tensor) else tensor
             elif location is not None:
                 groups.setdefault(location.first, {})[name] = tensor
         for group in groups.values():
             stored |= revert_weight_conversion(self.model, group)
+        for key, tensor in stored.items():
+            is_wider = tensor.dtype != dtype and torch.promote_types(dtype, tensor.dtype) == tensor.dtype
+            if is_wider and self.dtypes.get(key) != dtype_name(tensor.dtype) and not tensor.is_meta:
+                narrow = tensor.to(dtype)
+                stored[key] = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
         return stored
-
-    def narrowed(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors that the model's class widened when they were loaded, as they are stored: without loss in its dtype.
-
-        Args:
-            tensors: Tensors to store, by stored name.
-            dtype: The dtype of the model.
-        """
-        stored, found = self.dtypes(), dict[str, Tensor]()
-        for key, tensor in tensors.items():
-            is_widened = key in stored and tensor.dtype not in (dtype, getattr(torch, stored[key]))
-            if is_widened and torch.equal((narrow := tensor.to(dtype)).to(tensor.dtype), tensor):
-                found[key] = narrow
-        return found
 
     def by_file(self, files: Sequence[Path]) -> list[list[str]]:
         """The names of the model's tensors in each file; those that are converted from pieces are where the first piece is."""
@@ -136,7 +145,7 @@ class StoredForm:
         return [*(groups.pop(block) for block in blocks if block in groups), *groups.values()]
 
 
-def write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_shard(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a weight file. Tensors that share memory are stored each."""
     seen: set[int] = set()
     plain = {}
@@ -146,7 +155,7 @@ def write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
             own = own.clone(memory_format=torch.contiguous_format)
         seen.add(own.data_ptr())
         plain[name] = own
-    save_file(plain, file, metadata={"format": "pt"})
+    save_file(plain, file, metadata)
 
 
 def write_index(folder: Path, names: Sequence[str]) -> None:

@@ -32,13 +32,14 @@ def compute_dtype_context(module: nn.Module, dtype: torch.dtype | None, without:
     candidates = chain(module.parameters(), module.buffers())
     tensors = [tensor for tensor in candidates if tensor.is_floating_point() and id(tensor) not in excluded]
     dtypes = [tensor.dtype for tensor in tensors]
+    buffers = {id(buffer): buffer.data for buffer in module.buffers()}  # which no pass changes, and a cast may round
     try:
         for tensor in tensors if dtype else ():
             tensor.data = tensor.data.to(dtype)
         yield
     finally:
         for tensor, original in zip(tensors, dtypes, strict=True):
-            tensor.data = tensor.data.to(original)
+            tensor.data = buffers.get(id(tensor), tensor.data).to(original)
 
 
 def product_dtype_context(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

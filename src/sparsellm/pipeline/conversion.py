@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sparsellm.checkpoints.headers import file_metadata
 from sparsellm.checkpoints.packed_files import PACKED_VERSION, FileWriter
 from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
@@ -70,7 +71,7 @@ def converted(
             with raise_system_errors(path, needed):
                 for file, target in left.items():
                     observe(f"{verb} {file.name}")
-                    with FileWriter(finished / target) as writer, _named(source.name):
+                    with FileWriter(finished / target, file_metadata([file])) as writer, _named(source.name):
                         convert(file, writer)
                 observe("reading back what was written")
                 with replacing(path) as work, unchanged(source.stamps):

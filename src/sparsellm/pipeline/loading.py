@@ -117,7 +117,7 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
         describe(source.model, architecture)
         if source.packed and not packed:
             raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
-    skeleton = source.skeleton()
+    skeleton = source.skeleton(recipe.dtype)
     no_text = check_vocabulary(skeleton, source, needed=bool(recipe.task or recipe.prompt))  # a text is read later
     blocks = blocks_of(skeleton)
     coverage = coverage_of(skeleton, blocks)
@@ -209,10 +209,9 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
         BadCheckpoint: The checkpoint cannot be read.
     """
     source, memory = opened.source, recipe.memory_bytes or int(SHARE * available(opened.device))
-    itemsize = source.dtype(recipe.dtype).itemsize if isinstance(source, Checkpoint) else None
 
     def bytes_of(module: nn.Module) -> int:
-        return sum(tensor.numel() * (itemsize or tensor.element_size()) for tensor in module.parameters())
+        return sum(tensor.nbytes for tensor in module.parameters())
 
     size = bytes_of(opened.skeleton)
     sizes = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
@@ -255,10 +254,10 @@ def load_model(
     weights: Weights
     if isinstance(source, InMemoryModel) or not placement.streamed:
         model = source.load(recipe.dtype, device)
-        weights, dtype = ResidentWeights(model), next(model.parameters()).dtype
+        weights = ResidentWeights(model)
     else:
         model, weights = source.stream(recipe.dtype, device, placement.ahead)
-        dtype = weights.dtype
+    dtype = source.dtype(recipe.dtype)
     in_float32 = device.type == "cpu" or recipe.in_float32
     compute = torch.float32 if in_float32 and dtype in (torch.bfloat16, torch.float16) else None
     return LoadedModel(model, weights, storage, compute, placement.memory, placement.note, placement.products)

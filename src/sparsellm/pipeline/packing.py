@@ -108,7 +108,7 @@ class _Form:
             entries |= {} if entry is None else {name: entry}
             for part, encoded in parts.items():
                 writer.add(part, encoded)
-        writer.metadata = metadata_of(entries)
+        writer.metadata |= metadata_of(entries)
 
     def changed(self) -> set[str]:
         """Return the names of the tensors that may differ from the model's once they are packed."""

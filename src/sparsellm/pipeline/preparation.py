@@ -227,7 +227,7 @@ def _read_texts(
 def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Iterator[str]:
     """What the output has in another form than the checkpoint, or not at all; changes of the dtype are recorded."""
     target, name = source.dtype(report.recipe.dtype), report.recipe.dtype
-    rounded = form.rounded(target)
+    rounded = form.rounded()
     report.dtype_changed = dtype_changed_before(source.folder) or form.changes(target)
     if rounded:
         dtypes, kept = " and ".join(sorted(set(rounded.values()))), "float64" if "float64" in rounded.values() else "float32"

@@ -52,6 +52,7 @@ from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report, When
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.startup import PlacementChoice, start_run
+from sparsellm.pipeline.verification import check_unpruned
 from sparsellm.pipeline.work_directory import WorkDirectory
 from sparsellm.pipeline.zeros_before import initial_sparsity
 from sparsellm.runtime import collectives, devices
@@ -200,7 +201,7 @@ class Run(Generic[P]):
         return load_model(self.ready.recipe, self.ready, folder=self.folder, placement=self.placement)
 
     def load_and_check(self) -> LoadedModel:
-        """Load the model in a stage, and check on a few tokens that it runs if anything is computed with it."""
+        """Load the model in a stage, check that it runs if anything is computed with it, and that it is what is stored."""
         recipe, ready = self.ready.recipe, self.ready
         with run_stage(LOADING, self.report, self.observer):
             loaded = self.load()
@@ -209,6 +210,8 @@ class Run(Generic[P]):
             if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
                 predicts = bool(ready.tests or recipe.task or recipe.prompt or ready.training)
                 check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0, predicts=predicts)
+            if isinstance(ready.source, Checkpoint):
+                check_unpruned(ready.source, loaded, ready.plan)
         if loaded.note:
             self.observer(Note(loaded.note))  # about this machine, so not a note of the report and its model card
         return loaded

@@ -16,11 +16,12 @@ from safetensors import SafetensorError
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import copy_documents, plain_config, read_config_text, with_dtype, write_config
+from sparsellm.checkpoints.headers import file_metadata
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
-from sparsellm.errors import OutputExists, written_to
+from sparsellm.errors import OutputExists, dtype_name, written_to
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.estimates import free_disk
 from sparsellm.pipeline.events import EventLog
@@ -222,8 +223,8 @@ def write_checkpoint(source: Checkpoint, model: PreTrainedModel, weights: DiskWe
         weights: The weights on disk. Each block and each group of tensors outside the blocks then becomes one weight file.
         work: The folder to write.
     """
-    files = source.files()
-    form = StoredForm.of(files, model)
+    files, dtype = source.files(), model.config.dtype
+    form = StoredForm.of(files, source.skeleton(dtype_name(dtype)))
     groups = form.by_file(files) if weights is None else form.by_block()
     carried = [[key for key, location in form.carried.items() if location.file == file] for file in files]
     if weights is not None:  # in files of their own, so that those of the blocks can be linked
@@ -233,16 +234,17 @@ def write_checkpoint(source: Checkpoint, model: PreTrainedModel, weights: DiskWe
     names = shard_names(len(shards))
     for target, (group, keys) in zip(names, shards, strict=True):
         parameters = {name: state[name] if weights is None else weights.read(name) for name in group}
-        tensors = form.tensors(parameters) | {key: read_stored(form.carried[key], model.dtype) for key in keys}
-        narrowed = form.narrowed(tensors, model.dtype)
-        is_stored = weights and tensors.keys() == parameters.keys() and not narrowed
-        finished = weights.file_of(group) if weights and is_stored else None
+        tensors = form.tensors(parameters) | {key: read_stored(form.carried[key], dtype) for key in keys}
+        places = [*(form.locations[name] for name in group), *(form.carried[key] for key in keys)]
+        found = file_metadata(() if source.quantization else dict.fromkeys(place.file for place in places))
+        is_stored = all(tensors.get(name) is tensor for name, tensor in parameters.items()) and not keys
+        finished = weights.file_of(group) if weights and is_stored and found == file_metadata(()) else None
         if finished is None or finished.parent.name != WORK or not _hard_link(finished, work / target):
-            write_shard(work / target, tensors | narrowed)
+            write_shard(work / target, tensors, found)
     write_index(work, names)
     copy_documents(source.folder, source.documents((*ANEW, LOG)), work)
     text = plain_config(read_config_text(source.folder)) if source.quantization else read_config_text(source.folder)
-    write_config(work, text if model.dtype is source.dtype() else with_dtype(text, model.dtype))
+    write_config(work, text if dtype is source.dtype() else with_dtype(text, dtype))
 
 
 def _hard_link(source: Path, target: Path) -> bool:

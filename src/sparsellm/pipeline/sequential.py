@@ -129,7 +129,8 @@ def visit_blocks(
             for step in [finished] if finished else steps(block, inputs):
                 if journal and isinstance(step, BlockResult):
                     file = journal.restore_block(block) if finished else journal.store_block(block, step)
-                    loaded.weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
+                    parameters = block.module.named_parameters(remove_duplicate=False)  # no run changes a buffer
+                    loaded.weights.relocate([block.full_name(name) for name, _ in parameters], file)
                     if finished:
                         step = replace(step, scales={block.full_name(name): x for name, x in block.scales.items()})  # noqa: PLW2901
                 yield step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -13,20 +13,26 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from sparsellm.checkpoints.block_loader import DiskWeights, tied_names
 from sparsellm.checkpoints.comparison import StoredTensors, bit_identical, compare, layers_by_parameter
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all, read_headers
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import (
     TensorDigest,
     TensorLocation,
     file_digest,
+    locations_of,
     read_stored,
     report_digest,
     tensor_digests,
 )
-from sparsellm.errors import BadCheckpoint, first_line, plural
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.methods import LayerResult
+from sparsellm.methods import LayerResult, Plan
+from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.exported import export_differences, is_exported_from
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import CARD, REPORT
@@ -34,7 +40,7 @@ from sparsellm.pipeline.outputs import Output, read_finished
 from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.report_differences import raise_if_any, shape_difference, tensor_differences
-from sparsellm.solvers.linalg import count_zeros
+from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.texts.json_files import finite
 
 if TYPE_CHECKING:
@@ -170,14 +176,61 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     state = model.state_dict() if in_memory else {}
     differences = []
     for key, tensor in written:
-        held = state.get(key, tensor).cpu()
-        if not bit_identical(tensor, held, as_stored=held.dtype is model.dtype):  # the class may widen tensors
+        if not bit_identical(state.get(key, tensor).cpu(), tensor, as_stored=False):  # the class may convert tensors
             differences.append(f"{key} has other values than in memory")
     raise_if_any("The written checkpoint", differences)
     layers = {layer.name: layer for layer in report.layers}
     dense_tensors = None if dense is None else StoredTensors(dense, model)
     differences, _ = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
     raise_if_any("The written checkpoint", differences)
+
+
+def check_unpruned(source: Checkpoint, loaded: LoadedModel, plan: Plan) -> None:
+    """Compare a model that was just loaded, as it would be written, with its checkpoint, so that no run fails on it at its end.
+
+    Names and shapes must be those of the files; tensors without a planned layer must also have the same values.
+
+    Raises:
+        UnsupportedModel: They differ: the model's class stores tensors otherwise, or changes them.
+        BadCheckpoint: The checkpoint holds NaN or infinity.
+    """
+    model, weights, files = loaded.model, loaded.weights, source.files()
+    form, tied = StoredForm.of(files, source.skeleton(dtype_name(model.config.dtype))), tied_names(model)
+    layers = ((block, name) for block in blocks_and_head(model, plan) for name in block.layers if block.full_name(name) in plan)
+    planned = {tied[block.full_name(block.parameter(name))] for block, name in layers}
+    wrong = []
+    for names in form.by_block():
+        places = {place.key: place for name in names for place in locations_of(form.locations[name])}
+        pruned = {place for name in names if tied[name] in planned for place in locations_of(form.locations[name])}
+        read = {name for name in names if pruned.isdisjoint(locations_of(form.locations[name]))}
+        with weights.filled(read) if isinstance(weights, DiskWeights) else nullcontext():
+            state = model.state_dict()
+            held = {name: state[name] if name in read else state[name].to("meta") for name in names}
+            tensors = form.tensors(held)
+            wrong += sorted(places.keys() ^ tensors.keys())
+            wrong += [key for key in sorted(places.keys() & tensors.keys()) if not _is_stored(tensors[key], places[key])]
+    if wrong:
+        raise UnsupportedModel(
+            f"A {type(model).__name__} does not keep {plural(len(wrong), 'tensor')} of {source.name} as they are stored, "
+            f"{wrong[0]} first, and its output would differ in more than the pruned layers."
+        )
+    for place in form.carried.values():
+        _read_finite(place)
+
+
+def _is_stored(tensor: Tensor, place: TensorLocation) -> bool:
+    """Whether a tensor has the values of a stored one in its own dtype, or on the meta device its shape."""
+    if tensor.is_meta:
+        return tensor.shape == read_headers(place.file)[place.key].shape
+    return bit_identical(tensor.cpu(), _read_finite(place, tensor.dtype), as_stored=False)
+
+
+def _read_finite(place: TensorLocation, dtype: torch.dtype | None = None) -> Tensor:
+    """Read a tensor; raise BadCheckpoint if it is not finite."""
+    stored = read_stored(place, dtype)
+    if stored.is_floating_point() and not all_finite(stored):
+        raise BadCheckpoint(f"{place.file.name} holds NaN or infinity in {place.key}. Get a sound copy of the checkpoint.")
+    return stored
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
