@@ -296,7 +296,7 @@ def remark_overflow(model: PreTrainedModel, windows: Tensor, source: str) -> Non
 
 def _remark_overflow(model: PreTrainedModel, source: str) -> None:
     """Make that remark."""
-    name = PurePath(model.name_or_path).name or type(model).__name__
+    name = PurePath(model.config.name_or_path).name or type(model).__name__
     text = f"the figures on {source} are computed in float32: in {dtype_name(model.dtype)}, its own dtype, {name} overflows"
     remark(f"{text} to infinity or NaN", (name, source))
 
