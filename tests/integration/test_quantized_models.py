@@ -477,7 +477,7 @@ def test_what_contradicts_itself_is_refused(
                 "format": "pack-quantized",
                 "config_groups": {"0": {"weights": {"num_bits": 4}}, "1": {"weights": {"num_bits": 3, "type": "int"}}},
             },
-            "compressed-tensors pack-quantized, int3",
+            "compressed-tensors pack-quantized, int3 and int4",
         ),
         (
             {

@@ -81,9 +81,7 @@ def token_perplexity(
         InvalidSetting: If the shape is invalid or a token id exceeds the model's vocabulary.
         NonFinite: If the model's logits contain NaN.
     """
-    with model_errors(model, ON_IDS):
-        check_in_memory(model, hooks=True)
-        _check(model, windows)
+    _check_resident(model, windows)
     total, length = windows.shape
     batch = batch or default_batch_size(_vocabulary(model), length)
     started = time.perf_counter()
@@ -240,9 +238,9 @@ def _starts(model: PreTrainedModel, windows: Tensor) -> Tensor:
 @torch.no_grad()
 def refuse_unless_causal(model: PreTrainedModel, windows: Tensor) -> None:
     """Raise UnsupportedModel for a model that is not causal on sequences of token ids, (sequences, length)."""
-    _check(model, windows)
+    _check_resident(model, windows)
     starts = _starts(model, windows).to(input_device(model))
-    with eval_mode(model):
+    with eval_mode(model), model_errors(model, ON_IDS):
         logits = [model(input_ids=x, use_cache=False).logits for x in (starts, other_last_token(starts))]
     check_causal(model, *logits, dtype=model.dtype)
 
@@ -369,6 +367,13 @@ def _gather(local: list[list[float]], windows: Tensor, source: str, *, started: 
     error = value * deviations.error if deviations and math.isfinite(value) else None
     seconds = time.perf_counter() - started
     return Perplexity(value, error, len(losses), windows.shape[1], count_tokens(windows), source, seconds, parts)
+
+
+def _check_resident(model: PreTrainedModel, windows: Tensor) -> None:
+    """`_check` for a model that must be in memory."""
+    with model_errors(model, ON_IDS):
+        check_in_memory(model, hooks=True)
+        _check(model, windows)
 
 
 def _check(model: PreTrainedModel, windows: Tensor) -> None:

@@ -70,7 +70,7 @@ def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[st
 
 def text_contents(name: str) -> dict[str, str]:
     """Digests of a local text, data set or folder of tasks' data by the names of its files; empty for any other name."""
-    path = local_path(name)
+    path = local_path(name, any_length=True)
     try:
         inside = path.rglob("*") if is_saved(path) else path.glob("*.jsonl")
         files = [path] if path.is_file() else sorted(file for file in inside if file.is_file())
