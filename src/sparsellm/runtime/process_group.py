@@ -31,7 +31,7 @@ LISTENING = 5.0
 """Seconds that a process waits for the others to say why they end."""
 
 LEAVING = 20.0
-"""Seconds that rank 0 waits for the others to read why it ends: at the start of a run they may still be importing libraries."""
+"""Seconds that rank 0 waits until the others have read why it ends. At the start of a run they may still import libraries."""
 
 FAILED = "failed"
 """What is said of a process that ended by an error of its own."""
@@ -68,9 +68,11 @@ class Members:
         with suppress(RuntimeError):
             if own:
                 self._store.set(_key(number), f"{FAILED}: {type(error).__name__}: {error}".partition("\n")[0])
+                self._store.set(_left(number), "")
             dist.destroy_process_group()  # closes its connections, so that collectives with this process fail
-            if own and number == 0:  # it may serve the store, which the others read
-                self._listen(number, LEAVING)
+            deadline, others = time.monotonic() + LEAVING, [_left(rank) for rank in range(1, len(self._locations))]
+            while own and number == 0 and time.monotonic() < deadline and not self._store.check(others):
+                time.sleep(0.05)  # it may serve the store, and torch prints warnings where others read one that has ended
 
     def lost(self, reason: str) -> LostProcess:
         """The error of a process that cannot go on because others have ended.
@@ -102,23 +104,26 @@ class Members:
         return all(rank in self._lost for rank in range(number)) and not self._lost.get(0, "").startswith(FAILED)
 
     def _listen(self, number: int, seconds: float) -> None:
-        """Read what the others say until one has failed or all have ended, for at most so many seconds."""
+        """Read what the others say until one has failed or all have ended, for at most so many seconds; then read no more."""
         others = [rank for rank in range(len(self._locations)) if rank != number]
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
+        deadline, known = time.monotonic() + seconds, False
+        with suppress(RuntimeError):  # the store has ended, with the process that served it
+            while time.monotonic() < deadline and not known:
                 found = [rank for rank in others if rank not in self._said and self._store.check([_key(rank)])]
                 self._said |= {rank: self._store.get(_key(rank)).decode() for rank in found}
-            except RuntimeError:  # the store has ended, with the process that served it
-                return
-            if len(self._said) == len(others) or any(text.startswith(FAILED) for text in self._said.values()):
-                return
-            time.sleep(0.05)
+                known = len(self._said) == len(others) or any(text.startswith(FAILED) for text in self._said.values())
+                time.sleep(0 if known else 0.05)
+            self._store.set(_left(number), "")
 
 
 def _key(rank: int) -> str:
     """The key of the store under which a process says why it ends."""
     return f"sparsellm/{rank}"
+
+
+def _left(rank: int) -> str:
+    """The key that a process sets when it reads the store no more."""
+    return f"{_key(rank)}/left"
 
 
 def independent_process(environment: Mapping[str, str]) -> tuple[int, int]:
