@@ -1,30 +1,28 @@
-"""What a machine chooses by measuring: said by the run, kept when it is resumed, and not slower than what it replaces."""
+"""What a machine chooses by measuring: said by the run, and kept when it is resumed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import linear
 
 import sparsellm
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.kernel_library import Library
-from sparsellm.formats.linear import DenseLinear
-from sparsellm.models.contexts import product_dtype_context
-from sparsellm.models.sparse_matmul import matmul_of, max_density
+from sparsellm.models.sparse_matmul import max_density
 from sparsellm.pipeline import compute_dtype, startup
 from sparsellm.pipeline.journal import Journal
 from sparsellm.runtime import autotuning, devices, products
 from sparsellm.runtime.native import load_library
 
 CPU = torch.device("cpu")
+
+GAINS = {"float32 products that skip zeros": 0.88, "float32 products that skip zeros, 5% nonzero": 4.4}
+"""Speedups with 25 % and 5 % nonzero weights of a kernel whose time is proportional to them, so that it wins up to 20 %."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,7 @@ def test_a_run_says_what_was_chosen(tiny: dict[str, Path], text_file: Path) -> N
     assert environment["float32 products"] == ("oneDNN" if products.uses_onednn() else "torch")
     assert environment["products in solvers"] == ("bfloat16" if devices.multiplies_bfloat16(CPU) else "float32")
     assert environment["zeros are skipped"] == f"from {100 * (1 - max_density()):.0f} % zeros on"
-    autotuning.adopt({"float32 products that skip zeros": 0.88, compute_dtype.BFLOAT16_IN_PASSES: 9.0})  # by a resumed run
+    autotuning.adopt({**GAINS, compute_dtype.BFLOAT16_IN_PASSES: 9.0})  # by a resumed run
     again = sparsellm.prune(tiny["opt"], "wanda", "50%", **settings).report.environment
     assert again["zeros are skipped"] == environment["zeros are skipped"] != "from 80 % zeros on"
     assert compute_dtype.bf16_pass_speedup(CPU) != 9.0
@@ -57,7 +55,7 @@ def test_a_resumed_run_keeps_what_its_machine_chose(tmp_path: Path) -> None:
     """Also where the machine that resumes it chooses something else."""
     begun = {
         "float32 products by oneDNN": 3.0,
-        "float32 products that skip zeros": 0.88,
+        **GAINS,
         "matrix products in bfloat16": 0.01,
     }
     Journal.begin(tmp_path, {}).store_fact("speedups", begun)
@@ -75,7 +73,7 @@ def test_other_processes_take_the_choice_of_the_main_one(monkeypatch: pytest.Mon
     """They measure nothing."""
     monkeypatch.setattr(startup, "_measure_speedups", None)
     monkeypatch.setattr(startup.collectives, "is_main", lambda: False)
-    monkeypatch.setattr(startup.collectives, "broadcast_object", lambda value: {"float32 products that skip zeros": 0.88})
+    monkeypatch.setattr(startup.collectives, "broadcast_object", lambda value: GAINS)
     assert startup._agree_on_speedups(None, None)["zeros are skipped"] == "from 80 % zeros on"
 
 
@@ -91,27 +89,6 @@ def test_a_choice_under_load_is_noted(tiny: dict[str, Path], text_file: Path, mo
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def products_of(rows: int, columns: int, tokens: int) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
-    """The usual computation and the chosen one, for every choice on a CPU."""
-    inputs, weight = normal(tokens, columns), normal(rows, columns)
-    yield partial(linear, inputs, weight), partial(products.linear, inputs, weight)
-    yield lambda: inputs @ weight.T, partial(products.matmul, inputs, weight.T)
-    for dtype in (None, torch.bfloat16):
-        limit = max_density(dtype)
-        pruned = weight * (torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.95 * limit)
-        chosen, dense, x = matmul_of(pruned, dtype), pruned.to(dtype or torch.float32), inputs.to(dtype or torch.float32)
-        with product_dtype_context(CPU, None):
-            yield partial(products.linear, x, dense), partial(chosen, x, None)
-    if kernels.instruction_set():
-        packed, dense = Bitmask.from_dense(weight.bfloat16().where(weight > 0, 0.0)), weight.bfloat16()
-        head = DenseLinear(columns, rows, bias=False).requires_grad_(False)
-        head.weight = nn.Parameter(dense, requires_grad=False)
-        for count in kernels.PACKED_TOKENS:
-            x = inputs[:count].bfloat16()
-            yield partial(kernels._multiply_tiles, x, packed, None), partial(kernels.packed_matmul, x, packed)
-            yield partial(linear, x, dense), partial(head, x)
 
 
 @pytest.mark.skipif(len(kernels.instruction_sets()) < 3, reason="no set to choose from")
@@ -164,16 +141,3 @@ def test_the_numbers_of_tokens_that_the_kernel_is_faster_with(
         x = normal(tokens, 128).bfloat16()
         torch.testing.assert_close(kernels.packed_matmul(x, Bitmask.from_dense(weight)), x @ weight.T, rtol=2e-2, atol=0.1)
     assert called == decoded
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("rows", "columns"), [(768, 768), (3072, 768), (768, 3072), (2048, 2048)])
-def test_no_choice_is_slower_than_what_it_replaces(rows: int, columns: int) -> None:
-    """By more than a tenth, at the least favorable density; machines are noisy, so that it may try several times."""
-    for number, (usual, chosen) in enumerate(products_of(rows, columns, 1024)):
-        found = []
-        for _ in range(8):
-            found.append(autotuning.measure_speedup(usual, chosen)[0])
-            if found[-1] > 1 / 1.1:
-                break
-        assert found[-1] > 1 / 1.1, (number, found)

@@ -21,16 +21,17 @@ MIN_WEIGHTS, TOKEN_BLOCK = 2**18, 64
 MAX_DENSITY = 0.5
 """Largest fraction of nonzero weights with which the kernel is used on any processor."""
 
-MEASURED_DENSITY, MARGIN = 0.25, 1.1
-"""Fraction of nonzero weights with which the kernel is compared with dense products, and the speedup that it must have.
+MEASURED_DENSITY, LOW_DENSITY, MARGIN = 0.25, 0.05, 1.1
+"""Fractions of nonzero weights with which the kernel is compared with dense products, and the speedup that it must have.
 
-Its time is nearly proportional to that fraction. One thread of an AMD EPYC (Zen 4) takes 1.5 times as long by a dense product
-in float32 at 50 % zeros, 2.4 times at 70 % and 4 to 5 times at 90 %, with AVX2 as with AVX-512 (weights of 768 x 768 to
-3,072 x 768, 2,048 tokens).
+Its time has a part that grows with that fraction and one that does not: reading inputs, writing results and, beside bfloat16,
+converting both. One thread of an AMD EPYC (Zen 4) takes 1.5 times as long by a dense product in float32 at 50 % zeros, 2.4
+times at 70 % and 4 to 5 times at 90 %, with AVX2 as with AVX-512 (weights of 768 x 768 to 3,072 x 768, 2,048 tokens). Two
+threads with AMX are done with a dense product in bfloat16 before the kernel has converted its inputs (`benchmarks/choices.py`).
 """
 
-SPARSE_TOKENS, SPARSE_WIDTH = 256, 512
-"""Size of the product that is measured, which takes a dense one 1 to 3 milliseconds."""
+SPARSE_TOKENS, SPARSE_WIDTH = 512, 768
+"""Size of the product that is measured, which takes a dense one 2 to 10 milliseconds."""
 
 SKIPPING_ZEROS = "float32 products that skip zeros"
 """Name of the comparison with dense products, in float32 or in bfloat16."""
@@ -101,32 +102,38 @@ def skips_zeros(weight: Tensor, products: torch.dtype | None = None) -> bool:
         weight: The weight.
         products: Dtype of the dense product, as in `product_dtype_context`; None for float32.
     """
-    return _may_support(weight) and int(weight.count_nonzero()) <= max_density(products) * weight.numel()
+    return _may_support(weight) and 0 < max_density(products) >= int(weight.count_nonzero()) / weight.numel()
 
 
 def max_density(products: torch.dtype | None = None) -> float:
     """Return the fraction of nonzero weights up to which the kernel is faster than a dense product on this machine.
 
-    Measured once, as `sparsellm.runtime.autotuning` does; 0 where the kernel is not compiled.
+    Measured once, as `sparsellm.runtime.autotuning` does; 0 where the kernel is not compiled, or not faster with any weights.
     """
     if load_library() is None:
         return 0.0
-
-    def make() -> tuple[Computation, Computation]:
-        generator = torch.Generator().manual_seed(0)
-        inputs, weight = (
-            torch.randn(SPARSE_TOKENS, SPARSE_WIDTH, generator=generator),
-            torch.randn(SPARSE_WIDTH, SPARSE_WIDTH, generator=generator),
-        )
-        weight *= torch.rand(SPARSE_WIDTH, SPARSE_WIDTH, generator=generator) < MEASURED_DENSITY
-        kernel = SparseMatmul(weight)
-        if products is None:
-            return lambda: linear(inputs, weight), lambda: kernel(inputs)
-        rounded, inputs = weight.to(products), inputs.to(products)
-        return lambda: linear(inputs, rounded), lambda: kernel(inputs.float()).to(products)
-
     name = SKIPPING_ZEROS if products is None else f"{SKIPPING_ZEROS}, beside {products}"
-    return min(MAX_DENSITY, MEASURED_DENSITY * speedup(name, make) / MARGIN)
+    gain = speedup(name, lambda: _computations(MEASURED_DENSITY, products))
+    if gain >= MARGIN:  # in proportion, which leaves a margin, since a part of the time does not grow
+        return min(MAX_DENSITY, MEASURED_DENSITY * gain / MARGIN)
+    low_gain = speedup(f"{name}, {LOW_DENSITY:.0%} nonzero", lambda: _computations(LOW_DENSITY, products))
+    slope = max((1 / gain - 1 / low_gain) / (MEASURED_DENSITY - LOW_DENSITY), 1e-9)
+    return min(MEASURED_DENSITY, max(0.0, LOW_DENSITY + (1 / MARGIN - 1 / low_gain) / slope))
+
+
+def _computations(density: float, products: torch.dtype | None) -> tuple[Computation, Computation]:
+    """A dense product, and the same by the kernel, of a weight with a fraction `density` of nonzero entries."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight = (
+        torch.randn(SPARSE_TOKENS, SPARSE_WIDTH, generator=generator),
+        torch.randn(SPARSE_WIDTH, SPARSE_WIDTH, generator=generator),
+    )
+    weight *= torch.rand(SPARSE_WIDTH, SPARSE_WIDTH, generator=generator) < density
+    kernel = SparseMatmul(weight)
+    if products is None:
+        return lambda: linear(inputs, weight), lambda: kernel(inputs)
+    rounded, inputs = weight.to(products), inputs.to(products)
+    return lambda: linear(inputs, rounded), lambda: kernel(inputs.float()).to(products)
 
 
 def matmul_of(weight: Tensor, products: torch.dtype | None = None) -> MatMul:

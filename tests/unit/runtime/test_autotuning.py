@@ -14,7 +14,8 @@ import torch
 
 from sparsellm.checkpoints import machine_cache
 from sparsellm.checkpoints.machine_cache import use_cache
-from sparsellm.models.sparse_matmul import max_density
+from sparsellm.models import sparse_matmul
+from sparsellm.models.sparse_matmul import max_density, skips_zeros
 from sparsellm.runtime import autotuning, products
 from sparsellm.runtime.autotuning import adopt, forget, known, measure_speedup, speedup, unsteady
 
@@ -174,4 +175,20 @@ def test_the_choices_of_this_machine() -> None:
     products.onednn_speedup()
     assert 0 <= max_density() <= 0.5
     assert 0 <= max_density(torch.bfloat16) <= 0.5
-    assert len(known()) <= 3
+    assert len(known()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("fixed", "slope", "limit"),
+    [(0.0, 4.0, 0.25 / 1.1), (0.3, 1.0, 0.25 / 0.55 / 1.1), (0.1, 0.4, 0.5), (0.4, 5.0, (1 / 1.1 - 0.4) / 5), (3.0, 12.0, 0.0)],
+)
+def test_zeros_are_skipped_where_fixed_costs_leave_a_gain(fixed: float, slope: float, limit: float) -> None:
+    """The kernel takes `fixed + slope * density` of a dense product's time; beside fast ones it always loses."""
+    name = sparse_matmul.SKIPPING_ZEROS
+    adopt({name: 1 / (fixed + slope * 0.25), f"{name}, 5% nonzero": 1 / (fixed + slope * 0.05)})
+    assert max_density() == pytest.approx(limit)
+    weight = torch.zeros(512, 512)
+    weight[: int(512 * limit)] = 1
+    assert skips_zeros(weight) is (limit > 0)
+    weight[: int(512 * limit) + 1] = 1
+    assert not skips_zeros(weight)
