@@ -272,13 +272,15 @@ def test_progress_goes_to_stderr_and_data_to_stdout(tiny: dict[str, Path], tmp_p
 
 
 def test_few_tokens_are_told(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
-    """Fewer tokens than inputs: a note in the output and the report that says how many are needed; the run goes on."""
+    """A note in the output, the report and the plan says how many samples are needed; the run goes on."""
     out = tmp_path / "out"
     words = ("--method", "sparsegpt", "--calibration", text_file, "--samples", 1, "--sequence-length", 16)
     ran = command("prune", tiny["opt"], out, *words)
     assert ran.exit_code == 0, ran.stderr
-    assert "fewer than the 64 inputs" in ran.stderr.replace("\n", " ")
-    assert any("at least 4 samples" in note for note in report_of(out)["notes"])
+    assert "0.25 for each of the 64 inputs" in ran.stderr.replace("\n", " ")
+    assert any("from 80 samples" in note for note in report_of(out)["notes"])
+    planned = command("plan", tiny["opt"], *words)
+    assert "from 80 samples" in (planned.stdout + planned.stderr).replace("\n", " ")
 
 
 def test_recipe_file_may_name_the_model(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:

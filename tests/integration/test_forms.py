@@ -193,7 +193,7 @@ def test_ten_lines_describe_a_family(tmp_path: Path) -> None:
     one, other = (tensors_of(folder) for folder in folders)
     assert all(torch.equal(one[key], other[key]) for key in one)
     report = json.loads((folders[0] / "sparsellm.json").read_text())
-    assert report["notes"] == []
+    assert [note for note in report["notes"] if "different calibration tokens" not in note] == []
     assert all(block["epochs"] for block in report["blocks"])
     assert inspect(str(folders[0]), str(source), "2:4", architecture=file).as_expected
 

@@ -351,4 +351,5 @@ def test_audio_tower_is_unchanged(method: str, tmp_path: Path) -> None:
     assert len([key for key in changed if key.endswith("weight")]) == 14
     assert not [key for key in changed if "audio" in key or "projector" in key]
     assert inspect(str(folders[0]), str(source), "2:4").as_expected
-    assert json.loads((folders[0] / "sparsellm.json").read_text())["notes"] == []
+    notes = json.loads((folders[0] / "sparsellm.json").read_text())["notes"]
+    assert [note for note in notes if "different calibration tokens" not in note] == []

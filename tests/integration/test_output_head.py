@@ -44,6 +44,7 @@ from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
 from tests.conftest import long_unless
 from tests.pruning import prune_blocks
+from tests.regressions import estimated_ridge, least_squares
 from tests.unit.solvers.test_sparsegpt import direct
 
 Command = Callable[..., Result]
@@ -206,9 +207,7 @@ def test_the_default_fits_the_head_to_the_dense_logits(family: str) -> None:
     targets = dense @ weight.T
     if head.bias is not None:  # fitted together with the weights, and not pruned
         inputs, targets = inputs - inputs.mean(0), targets - targets.mean(0)
-    gram = inputs.T @ inputs / len(inputs)
-    ridge = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
-    fitted = torch.linalg.solve(gram + ridge, (targets.T @ inputs / len(inputs) + weight @ ridge).T).T
+    fitted = least_squares(inputs, targets, weight, estimated_ridge(inputs, targets, weight, False), False)
     kept = fitted.abs() > fitted.abs().flatten().sort().values[fitted.numel() // 2 - 1]
     assert torch.allclose(head_of(model).weight.double(), fitted * kept, atol=1e-3)
 

@@ -135,7 +135,7 @@ def test_a_recovered_model_is_recovered_again(
 ) -> None:
     """The head and the last norm that the first recovery trained are the second's too, in memory and block by block."""
     dense = loud[family] if tied else with_own_head(loud[family], tmp_path / "own")
-    settings: dict[str, Any] = {"calibration": TOKENS, "steps": 20, "batch_size": 2}
+    settings: dict[str, Any] = {"calibration": TOKENS, "steps": 40, "batch_size": 2}
     folder = pruned(dense, tmp_path / "pruned")
     first = recover(folder, dense, **settings).save_pretrained(tmp_path / "first")
     trained = load_report(first).changed_outside

@@ -48,15 +48,12 @@ class Settings:
     gauss_newton_steps: int = 3
     sampled: int = SAMPLED
     scope: Scope = "feedforward"
-    ridge: float = 1e-3
     keep_zeros: bool = False
     values: IntegerValues | None = None
 
     def __post_init__(self) -> None:
-        if not self.ridge >= 0 or self.gauss_newton_steps < 0:
-            raise InvalidSetting(
-                f"SparseLLM needs ridge >= 0 and gauss_newton_steps >= 0, got {self.ridge} and {self.gauss_newton_steps}."
-            )
+        if self.gauss_newton_steps < 0:
+            raise InvalidSetting(f"SparseLLM needs gauss_newton_steps >= 0, got {self.gauss_newton_steps}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +249,7 @@ class BlockSolver:
     def _layer_problem(self, task: Task) -> LayerProblem:
         """The problem of a layer, regularized toward its current weight."""
         prior = self._block.layer(task.name).weight.detach().float()
-        return task.regression.problem(prior, self._settings.ridge, task.curvature)
+        return task.regression.problem(prior, task.curvature)
 
     def _rounded(self, task: Task, weight: Tensor, values: IntegerValues) -> Tensor:
         """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
@@ -279,7 +276,7 @@ class BlockSolver:
 
     def _refitted(self, problem: FeedForwardProblem, regression: Regression, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the output projection, refitted to the current activations with a fixed mask."""
-        layer_problem = regression.problem(weight, self._settings.ridge)
+        layer_problem = regression.problem(weight)
         fisher = add_curvature_diagonal(problem.fisher, REFIT_DAMPING)
         gram = add_diagonal_(layer_problem.gram, REFIT_DAMPING)
         weight = conjugate_gradient_refit(

@@ -40,7 +40,6 @@ class SparseLLM(Settings):
         gauss_newton_steps: Number of Gauss-Newton rounds.
         sampled: Least number of tokens for their curvature, if there are as many.
         scope: Layers that form one problem: "none" (no step 2 and no S) or "feedforward".
-        ridge: Regularization of the regressions toward the dense weight, relative to the mean diagonal of the Gram matrix.
         keep_zeros: Whether weights that are already zero stay zero.
         values: What the kept weights are rounded to; None to leave them as they are.
     """

@@ -82,7 +82,7 @@ def dense_outputs(loaded: LoadedModel, ready: Prepared, report: Report, observer
         None without a test text or without a `predicted_kl`; and, with a note, if dense layers cannot be put back later.
     """
     blocks_pruned = report.coverage is not None and report.coverage.pruned > 0  # else only the output head is
-    if report.recipe.allocation_rule != "fisher" or not ready.tests or not blocks_pruned:
+    if ready.recipe.allocation_rule != "fisher" or not ready.tests or not blocks_pruned:
         return None
     text, windows = next(iter(ready.tests.items()))
     batches = first_windows(unpadded_batches(windows, 1), max(KL_TOKENS, SEQUENCES * windows.shape[1]))

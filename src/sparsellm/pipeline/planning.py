@@ -42,10 +42,6 @@ from sparsellm.texts.in_memory import Given
 FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
 """Freed memory that the processor's allocator keeps: this fraction of the data, at most so many bytes; measured on glibc."""
 
-MOST_BITS = 62
-"""By how many places an int64 can be shifted to the right."""
-
-
 Costs = Callable[[Any, Placement, int], Iterator[tuple[str, Cost]]]
 """What each stage of a prepared run takes with a placement and a number of sequences per batch: see `stage_costs`."""
 
@@ -111,9 +107,10 @@ def _given(recipe: RunRecipe, opened: OpenedModel, given: Given | None) -> Given
     if "calibration" in (given or {}) or not recipe.reads_text or recipe.calibration != "demo":
         return given
     opened.source.tokenizer()  # raises the error of a model without one
-    # Only the number of tokens counts, of sequences that differ, and this text is long enough for any model.
-    places = torch.arange(window_length(recipe, opened.source.length)).clamp(max=MOST_BITS)
-    return {**(given or {}), "calibration": torch.arange(recipe.samples).unsqueeze(1) >> places & 1}
+    # Only the number of tokens counts, and this text is long enough for any model.
+    shape, vocabulary = (recipe.samples, window_length(recipe, opened.source.length)), opened.skeleton.config.get_text_config()
+    drawn = torch.randint(vocabulary.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    return {**(given or {}), "calibration": drawn}
 
 
 def _placement(ready: Prepared) -> Placement:

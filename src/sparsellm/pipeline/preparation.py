@@ -16,6 +16,8 @@ from sparsellm.errors import UnsupportedModel, dtype_name, plural
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.layerwise import LayerWise
+from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
 from sparsellm.pipeline.block_recovery import BlockRecovery
 from sparsellm.pipeline.events import PRUNING, RECOVERING, Note, Observer, add_note
@@ -31,17 +33,21 @@ from sparsellm.pipeline.recipe_methods import method_of
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.selection import layer_names, select_blocks
-from sparsellm.pipeline.token_sequences import check_tokens, more_text, read_tokens, window_length
+from sparsellm.pipeline.token_sequences import check_tokens, read_tokens, tokens_note, window_length
 from sparsellm.pipeline.training import ModelTraining
 from sparsellm.pipeline.zeros_before import note_before
+from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
 from sparsellm.texts.in_memory import Given
-from sparsellm.texts.padding import count_tokens
+from sparsellm.texts.padding import count_contexts, count_tokens
 from sparsellm.training.block_training import windows_a_step
 
 TOKENS_A_BATCH = 2048
 """Tokens per batch: enough for efficient matrix products; the activations of twice as many no longer fit the cache."""
+
+MIN_TOKENS = 1 / 8
+"""Number of different calibration tokens for each input of the widest layer below which magnitude pruning beats the default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +117,18 @@ def prepare_pruning(
         given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
         shared: Keeps the token ids for other runs of this process.
     """
-    needs_gram = issubclass(method.needs, Gram)
-    length, windows, tests = _read_texts(
-        opened, recipe, plan, report=report, observer=observer, given=given, shared=shared, needs_gram=needs_gram
-    )
+    length, windows, tests = _read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
+    if issubclass(method.needs, Gram):
+        blocks = blocks_and_head(opened.skeleton, plan)
+        widths = [block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan]
+        if note := tokens_note(windows, max(widths)):
+            add_note(note, report, observer)
+        if isinstance(method, SparseLLM) and not recipe.rounds and count_contexts(windows) < MIN_TOKENS * max(widths):
+            method = LayerWise(Magnitude(), method.keep_zeros)
+            if recipe.allocation_rule in RULES[1:]:
+                recipe = recipe.model_copy(update={"allocation": RULES[0]})
+            text = "too few tokens to tell inputs apart: every layer loses the same fraction of its weights, the smallest ones"
+            add_note(text, report, observer)
     batch = _batch_size(recipe, windows, length=length, observer=observer)
     training = ModelTraining(recipe.model_steps, rounded=recipe.rounds, batch_size=recipe.batch_size)
     if training.steps:
@@ -182,7 +196,6 @@ def _read_texts(
     observer: Observer,
     given: Given | None,
     shared: DenseCache | None,
-    needs_gram: bool = False,
 ) -> tuple[int, Tensor, dict[str, Tensor]]:
     """Check the plan against the model, and read the texts of the recipe.
 
@@ -213,14 +226,6 @@ def _read_texts(
         add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
     if (limit := recipe.evaluate_limit) and tests:
         add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
-    widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
-    if needs_gram and calibration.distinct < widest:
-        add_note(
-            f"{calibration.distinct:,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram "
-            f"matrix is singular without damping. {more_text(calibration, widest)}.",
-            report,
-            observer,
-        )
     return length, windows, tests
 
 

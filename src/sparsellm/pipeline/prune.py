@@ -69,7 +69,7 @@ def prune_run(
                 opened, recipe, method, plan, report=report, observer=observer, given=given, shared=arguments.get("shared")
             )
         run = Run.start(ready, records, fit_to_memory, **arguments)
-        rule = recipe.allocation_rule
+        rule = ready.recipe.allocation_rule
         run.schedule([f"{ALLOCATION} ({rule})"] if rule in RULES[1:] else [], costs=_layer_stages(run))
         with run.unchanged():
             loaded = run.load_and_check()

@@ -18,12 +18,15 @@ from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime.memory import available
 from sparsellm.texts.in_memory import SOURCE, Given, read_in_memory
-from sparsellm.texts.padding import PADDING, count_tokens, sequence_lengths
-from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
+from sparsellm.texts.padding import PADDING, count_contexts, count_tokens, sequence_lengths
+from sparsellm.texts.samples import REPEATED, Sequences, calibration_windows, test_windows
 from sparsellm.texts.texts import Text, TextUse, read_text
 from sparsellm.texts.tokenized import twice_notes
 
 Value = TypeVar("Value")
+
+ENOUGH_TOKENS = 20
+"""Number of calibration tokens for each input of a layer from which more of them gain little (`benchmarks/tokens.py`)."""
 
 USUAL_LENGTH = 2048
 """Tokens per sequence where the model allows it, as in the papers."""
@@ -132,7 +135,7 @@ def _given_sequences(tokens: Tensor, source: Checkpoint | InMemoryModel, kind: s
     description = f"{len(tokens)} sequences of {lengths} tokens, given in memory"
     config = (source.model.config if isinstance(source, InMemoryModel) else source.config).get_text_config()
     notes = tuple(twice_notes(getattr(config, "bos_token_id", None), tokens, SOURCE))
-    return Sequences(tokens, description, notes, distinct=count_tokens(tokens.unique(dim=0)))
+    return Sequences(tokens, description, notes)
 
 
 def _form(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, Any]:
@@ -157,9 +160,19 @@ def check_tokens(opened: OpenedModel, *windows: Tensor) -> None:
         )
 
 
-def more_text(calibration: Sequences, tokens: int) -> str:
-    """What to do about too few tokens of calibration text."""
-    samples = len(calibration.windows)
-    if calibration.distinct < count_tokens(calibration.windows):
-        return f"The text has no more: take a longer one, of at least {tokens:,} tokens"
-    return f"Use at least {-(-tokens * samples // max(1, calibration.distinct))} samples of this length"
+def tokens_note(windows: Tensor, inputs: int) -> str:
+    """A note where the calibration tokens limit the quality of layers with so many inputs; empty where they do not.
+
+    Args:
+        windows: Calibration sequences, (samples, longest).
+    """
+    different, samples = count_contexts(windows), len(windows)
+    if different >= ENOUGH_TOKENS * inputs:
+        return ""
+    advice = f"from {-(-ENOUGH_TOKENS * inputs * samples // different):,} samples of this length on they do not"
+    if different < count_tokens(windows) / REPEATED:
+        advice = "the text repeats itself, so take another one"
+    return (
+        f"{different:,} different calibration tokens are {different / inputs:.2g} for each of the {inputs:,} inputs of the "
+        f"widest layer, and limit the quality: {advice}"
+    )

@@ -39,12 +39,14 @@ class LayerProblem:
         curvature: $S$, (out, out), positive semi-definite: the effect of output errors on the model's predictions. None for
             the identity.
         pruned_mask: (out, in) bool, True for weights that are already removed and stay zero; None if there are none.
+        shrinkage: Fraction in [0, 1] by which `gram` reduces the off-diagonal entries of $G$, which few tokens overestimate.
     """
 
     weight: Tensor
     inputs: TokenCount
     curvature: Tensor | None = None
     pruned_mask: Tensor | None = None
+    shrinkage: float = 0.0
 
     @classmethod
     def from_targets(
@@ -84,10 +86,14 @@ class LayerProblem:
 
     @property
     def gram(self) -> Tensor:
-        """G, (in, in), in the weight's dtype, a copy. Raises InvalidSetting if the statistics are not a `Gram`."""
+        """G with its shrinkage, (in, in), in the weight's dtype, a copy. Raises InvalidSetting if there is no `Gram`."""
         if not isinstance(self.inputs, Gram):
             raise InvalidSetting(f"This solver needs a Gram matrix, got {type(self.inputs).__name__}.")
-        return self.inputs.matrix.to(self.weight.dtype)
+        matrix = self.inputs.matrix.to(self.weight.dtype)
+        if self.shrinkage:
+            diagonal = matrix.diagonal().clone()
+            matrix.mul_(1 - self.shrinkage).diagonal().copy_(diagonal)
+        return matrix
 
     @property
     def rms(self) -> Tensor:

@@ -8,11 +8,22 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from sparsellm.errors import SingularGram
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.linalg import dot_float64, quadratic_form
+from sparsellm.solvers.linalg import add_diagonal, cholesky_, dot_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import CrossMoment, Gram
+
+FLOOR = 1e-3
+"""The part of a regression's ridge that does not depend on its tokens, as a fraction of the mean of the Gram diagonal. It makes
+masks robust against rounding."""
+
+MAX_RIDGE = 1e4
+"""Largest ridge of `moment_ridge`, which leaves the prior weight as it is."""
+
+RESOLUTION = 1e-6
+"""Fraction of the targets' power below which what the prior weight leaves of them is rounding."""
 
 
 class Regression(ABC):
@@ -29,9 +40,31 @@ class Regression(ABC):
         self.inputs = inputs
         self.affine = affine
 
-    def problem(self, prior: Tensor, ridge: float, curvature: Tensor | None = None) -> LayerProblem:
-        """The layer problem of matching the targets; for the arguments see `LayerProblem.from_targets`."""
-        return LayerProblem.from_targets(self._cross, self._gram, prior, ridge=ridge, curvature=curvature)
+    def problem(self, prior: Tensor, curvature: Tensor | None = None) -> LayerProblem:
+        r"""The layer problem of matching the targets, regularized toward a prior weight as the number of tokens demands.
+
+        With the prior weight $W_0$, $D$ = diag $G$ and its mean $d$, the target is
+        $W^\star = W_0 + (C - W_0 G)(G + \lambda D + \epsilon d I)^{-1}$. The ridge $\lambda$ is `moment_ridge`, $\epsilon$ is
+        `FLOOR`, and the problem's Gram matrix has `correlation_shrinkage`. Ridge and shrinkage tend to 0 with many tokens.
+
+        Args:
+            prior: $W_0$, (out, in).
+            curvature: The curvature of the problem; it does not affect the target.
+
+        Raises:
+            SingularGram: If the Gram matrix is not positive definite even with $\epsilon = 1$.
+        """
+        gram = self._gram.view.to(prior.dtype)
+        # Solving for the correction W* - W0 returns exactly W0 if t = W0 x, whatever the rounding of the solve.
+        residual = self._cross.to(prior.dtype) - matmul(prior, gram)
+        left = self.power - dot_float64(self._cross, prior) - dot_float64(residual, prior)  # E‖t - W0 x‖²
+        scale = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.inf).rsqrt()  # to inputs of variance 1; 0 for dead ones
+        size = {"features": int(scale.count_nonzero()), "tokens": max(self.inputs.tokens, 1)}
+        squares = _squares((gram * scale).mul_(scale.unsqueeze(1)))
+        is_rounding = left <= RESOLUTION * self.power
+        ridge = 0.0 if is_rounding else moment_ridge(_squares(residual * scale), left, squares, **size)
+        target = torch.cholesky_solve(residual.T, _factor(gram, ridge)).T.add_(prior)
+        return LayerProblem(target, self._gram, curvature, shrinkage=correlation_shrinkage(squares, **size))
 
     def bias(self, weight: Tensor) -> Tensor | None:
         """(out,): the best bias for a weight, (out, in); None if the bias is not fitted."""
@@ -64,6 +97,62 @@ class Regression(ABC):
         """`_products` of all tokens, with zeros for constant inputs, whose centered products are only rounding errors."""
         products = self._products()
         return products.masked_fill_(self._gram.rms == 0, 0) if self.affine else products
+
+
+def moment_ridge(moments: float, left: float, squares: float, *, features: int, tokens: int) -> float:
+    r"""Estimate the ridge of a regression of residuals on p inputs of variance 1 from second moments.
+
+    If the true changes of the weights are independent with variance a for each input, summed over outputs, and the noise has
+    the power s, then $E\lVert R \rVert^2 = a\,\mathrm{tr} K^2 + s p / n$ and the residuals have the power $a p + s$. The ridge
+    with the least expected error is $s / (n a)$ (Hoerl, Kennard and Baldwin, 1975, with moments in place of least squares,
+    which need more tokens than inputs).
+
+    Args:
+        moments: $\lVert R \rVert^2$, where $R$ are the moments of residuals and inputs.
+        left: The power of the residuals.
+        squares: tr K², with the correlations K of the inputs.
+        features: p, the number of inputs that are not constant.
+        tokens: n.
+
+    Returns:
+        The ridge, at least 0; `MAX_RIDGE` if the moments are no larger than those of noise.
+    """
+    surplus, scale = moments - left * features / tokens, squares - features**2 / tokens  # surplus = a * scale
+    if not (surplus > 0 and scale > 0):
+        return MAX_RIDGE
+    variance = surplus / scale
+    return min(max((left - variance * features) / (tokens * variance), 0.0), MAX_RIDGE)
+
+
+def _factor(gram: Tensor, ridge: float) -> Tensor:
+    """The Cholesky factor of G + ridge D + `FLOOR` d I; the floor is raised tenfold as often as rounding makes it fail."""
+    floor = FLOOR
+    while True:
+        pulled = add_diagonal(gram, floor)
+        pulled.diagonal().add_(gram.diagonal(), alpha=ridge)
+        try:
+            return cholesky_(pulled, floor, "floor")
+        except SingularGram:
+            if floor >= 1:
+                raise
+            floor *= 10
+
+
+def _squares(matrix: Tensor) -> float:
+    """The sum of the squares of all entries, in float64."""
+    return dot_float64(matrix, matrix)
+
+
+def correlation_shrinkage(squares: float, features: int, tokens: int) -> float:
+    """The oracle approximating shrinkage of correlations toward the identity (Chen et al., 2010, eq. 23).
+
+    Args:
+        squares: tr K², with the correlations K of the inputs.
+        features: The number of inputs that are not constant.
+        tokens: The number of tokens that the correlations were computed from.
+    """
+    surplus = squares - features
+    return min(1.0, (squares + features**2) / ((tokens + 1) * surplus)) if surplus > 0 else 0.0
 
 
 class TargetRegression(Regression):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -34,6 +35,17 @@ def sequence_lengths(windows: Tensor) -> Tensor:
 def count_tokens(windows: Tensor) -> int:
     """Number of tokens of all sequences, (samples, length), without padding."""
     return int((windows != PADDING).sum())
+
+
+def count_contexts(windows: Tensor) -> int:
+    """Number of different tokens of all sequences, (samples, length), each taken with the two before it.
+
+    About the number of tokens of a text that does not repeat itself, and 3 of one repeated word.
+    """
+    ids = windows.long() + 2  # 0 stands before a sequence, 1 for padding
+    before, base = torch.nn.functional.pad(ids, (2, 0)), int(ids.max()) + 1
+    keys = (before[:, :-2] * base + before[:, 1:-1]) * base + ids  # below 2^63, since no vocabulary has 2^21 tokens
+    return len(keys[windows != PADDING].unique())
 
 
 def token_digest(windows: Tensor) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsellm.errors import BadText, InvalidSetting, plural
 from sparsellm.runtime.memory import check_fits
 from sparsellm.texts.large_files import SHORT
-from sparsellm.texts.padding import count_tokens, pad
+from sparsellm.texts.padding import pad
 from sparsellm.texts.texts import Text
 from sparsellm.texts.tokenized import BOS, CHARACTERS, FURTHER_TOKENS, Documents, TokenizedText
 
@@ -48,13 +48,11 @@ class Sequences:
         windows: Token ids, (samples, longest) int64, `PADDING` after the end of shorter sequences.
         description: Number, length and source of the sequences, for reports.
         notes: What a user should know of them.
-        distinct: Number of tokens of the text that are in any sequence.
     """
 
     windows: Tensor
     description: str
     notes: tuple[str, ...] = ()
-    distinct: int = 0
 
 
 def calibration_windows(
@@ -107,7 +105,7 @@ def calibration_windows(
             *([f"{text.source} has {len(windows):,} of the {samples:,} samples"] if len(windows) < samples else []),
         ]
         description = f"{count} ({text.source}), seed {seed}"
-        return _sequences(tokenized, windows, description, notes=notes, distinct=count_tokens(windows))
+        return _sequences(tokenized, windows, description, notes=notes)
     room = tokenized.room(sequence_length)
     if (needed := TOKEN_BYTES * samples * sequence_length) >= LARGE:
         check_fits(needed, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`.")
@@ -130,7 +128,7 @@ def calibration_windows(
         notes.append(f"{samples:,} sequences of {sequence_length:,} tokens from {distinct:,}: each is seen {times} times")
     count = f"{plural(samples, 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
     description = f"{count}{origin} ({text.source}), seed {seed}"
-    return _sequences(tokenized, drawn, description, notes=notes, distinct=distinct)
+    return _sequences(tokenized, drawn, description, notes=notes)
 
 
 def test_windows(
@@ -170,15 +168,15 @@ def test_windows(
         windows = _cut(tokenized, stream, starts, sequence_length)
         notes = list(_short_documents(tokenized, sequence_length))
         description = f"{plural(len(windows), 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
-    return _sequences(tokenized, windows, f"{description} ({text.source})", notes=notes, distinct=count_tokens(windows))
+    return _sequences(tokenized, windows, f"{description} ({text.source})", notes=notes)
 
 
 test_windows.__test__ = False  # type: ignore[attr-defined]  # the prefix would make pytest collect it
 
 
-def _sequences(tokenized: TokenizedText, windows: Tensor, description: str, *, notes: list[str], distinct: int) -> Sequences:
+def _sequences(tokenized: TokenizedText, windows: Tensor, description: str, *, notes: list[str]) -> Sequences:
     """The sequences with all notes."""
-    return Sequences(windows, description, (*tokenized.notes(windows), *notes), distinct)
+    return Sequences(windows, description, (*tokenized.notes(windows), *notes))
 
 
 def _with_bos(tokenized: TokenizedText) -> str:

@@ -1,0 +1,178 @@
+"""What pruning costs by the number of calibration sequences, for the default, `fast`, SparseGPT and ALPS: docs/calibration.md.
+
+    python benchmarks/tokens.py measure demo:opt --seeds 0 1 2
+    python benchmarks/tokens.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
+    python benchmarks/tokens.py table                       # excess by method, and every cell where SparseGPT or ALPS is better
+    python benchmarks/tokens.py compare FOLDER              # the same cells in two folders of figures, as of two revisions
+    python benchmarks/tokens.py picture                     # docs/pictures/few-tokens.svg
+
+Excess is the logarithm of the pruned model's perplexity over the dense one's, on up to 200 test sequences of 256 tokens.
+Every cell is written to benchmarks/measured/tokens-MODEL.json as soon as it is known, and a killed run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+
+from measuring import CUT, MEASURED, ROOT, markdown_table, read_figures, record
+
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.evaluation.perplexity import measured
+from sparsellm.pipeline.prune import prune_run
+from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.texts.samples import test_windows
+from sparsellm.texts.texts import read_text
+
+COUNTS, LENGTH, WINDOWS = (4, 8, 16, 32, 64, 128, 256), 256, 200
+PATTERNS = ("50%", "80%", "50% uniform", "80% uniform", "2:4")
+RIVALS = {"SparseGPT": {"method": "sparsegpt"}, "ALPS": {"method": "alps"}}
+OURS = {"fast": {"method": "sparsellm", "effort": "fast"}, "default": {"method": "sparsellm"}}
+PICTURE = ROOT / "docs" / "pictures" / "few-tokens.svg"
+COLORS = {"SparseGPT": "#8a919c", "ALPS": "#d1495b", "fast": "#e08214", "default": "#3d85c6"}
+
+Cells = dict[str, dict[str, float]]
+
+
+def settings_of(method: str, pattern: str) -> dict[str, object] | None:
+    """The settings of a cell; None for a method that distributes no sparsity by the Fisher information."""
+    sparsity, *uniform = pattern.split()
+    if method in RIVALS:
+        return None if not uniform and "%" in pattern else RIVALS[method] | {"sparsity": sparsity}
+    return OURS[method] | {"sparsity": sparsity} | ({"allocation": "uniform"} if uniform else {})
+
+
+def key_of(method: str, pattern: str, count: int, seed: int) -> str:
+    """The name of a cell in a file."""
+    return f"{method} | {pattern} | {count} | {seed}"
+
+
+def measure(words: argparse.Namespace) -> None:
+    """Fill a model's file."""
+    file = words.folder / f"tokens-{Path(words.model.replace('demo:', 'demo-')).name}.json"
+    source = open_checkpoint(words.model)
+    tests = test_windows(read_text(words.test, "test"), source.tokenizer(), LENGTH, limit=WINDOWS, **CUT).windows
+    dense = measured(source.load(), tests).value
+    for seed, count, pattern, method in product(words.seeds, words.counts, words.patterns, words.methods):
+        settings, key = settings_of(method, pattern), key_of(method, pattern, count, seed)
+        if settings is None or key in read_figures(file):
+            continue
+        drawn = {"calibration": words.calibrate, "samples": count, "sequence_length": LENGTH, "seed": seed} | CUT
+        started = time.process_time()
+        result = prune_run(read_recipe(settings | drawn | {"model": words.model}), lambda event: None)
+        seconds = time.process_time() - started
+        excess = math.log(measured(result.model, tests).value / dense)
+        record(file, key, {"excess": round(excess, 5), "seconds": round(seconds, 1)})
+
+
+def excesses(cells: Cells, method: str, pattern: str, count: int) -> dict[int, float]:
+    """The excess by seed; of SparseGPT and ALPS, which share no sparsity out, with uniform sparsity."""
+    if method in RIVALS and pattern in ("50%", "80%"):
+        pattern = f"{pattern} uniform"
+    found = {seed: cells.get(key_of(method, pattern, count, seed)) for seed in range(10)}
+    return {seed: cell["excess"] for seed, cell in found.items() if cell}
+
+
+def difference(one: dict[int, float], other: dict[int, float]) -> tuple[float, float]:
+    """The mean difference over the seeds that both have, and its standard error (infinite for one seed)."""
+    found = [one[seed] - other[seed] for seed in one.keys() & other.keys()]
+    if not found:
+        return math.nan, math.inf
+    return mean(found), stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.inf
+
+
+def of_models(folder: Path) -> dict[str, Cells]:
+    """The cells of every model in a folder."""
+    found = sorted(folder.glob("tokens-*.json"))
+    return {file.stem.removeprefix("tokens-"): read_figures(file) for file in found}
+
+
+def table() -> list[str]:
+    """Excess by method, pattern and number of sequences, and the cells where the better of SparseGPT and ALPS is ahead."""
+    lines, behind = [], []
+    for name, cells in of_models(MEASURED).items():
+        rows = []
+        for pattern, method in product(PATTERNS, (*RIVALS, *OURS)):
+            found = [excesses(cells, method, pattern, count) for count in COUNTS]
+            if any(found):
+                rows.append([pattern, method, *(f"{mean(some.values()):.4f}" if some else "" for some in found)])
+            for count in COUNTS if method in OURS else ():
+                rivals = [excesses(cells, rival, pattern, count) for rival in RIVALS]
+                if all(rivals) and (mine := excesses(cells, method, pattern, count)):
+                    best = min(rivals, key=lambda some: mean(some.values()))
+                    gap, error = difference(mine, best)
+                    if gap > 0:
+                        behind.append([name, pattern, method, str(count), f"{gap:+.4f} ± {error:.4f}"])
+        lines += [f"### {name}", "", *markdown_table(["", "", *map(str, COUNTS)], rows, (0, 1)), ""]
+    return [*lines, *markdown_table(["model", "", "", "sequences", "excess over the better rival"], behind, (0, 1, 2))]
+
+
+def compare(folder: Path) -> list[str]:
+    """Every cell of ours beside the same cell in another folder: the mean change, where it is worse first."""
+    rows, before = [], of_models(folder)
+    for name, cells in of_models(MEASURED).items():
+        for pattern, method, count in product(PATTERNS, OURS, COUNTS):
+            now, then = excesses(cells, method, pattern, count), excesses(before.get(name, {}), method, pattern, count)
+            if now.keys() & then.keys():
+                gap, error = difference(now, then)
+                rows.append(
+                    (gap, [name, pattern, method, str(count), f"{mean(then.values()):.4f}", f"{gap:+.4f} ± {error:.4f}"])
+                )
+    rows.sort(key=lambda row: -row[0])
+    return markdown_table(["model", "", "", "sequences", "before", "change"], (row for _, row in rows), (0, 1, 2))
+
+
+def draw() -> None:
+    """One panel for each model and two patterns, one line for each method."""
+    import matplotlib
+
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "sparsellm", "font.size": 8})
+    from matplotlib.figure import Figure
+
+    models, shown = of_models(MEASURED), ("80% uniform", "2:4")
+    figure = Figure((6.4, 4.2), layout="constrained")
+    for row, axes in zip(shown, figure.subplots(2, len(models), squeeze=False), strict=True):
+        for (name, cells), ax in zip(models.items(), axes, strict=True):
+            for method, color in COLORS.items():
+                found = {count: excesses(cells, method, row, count) for count in COUNTS}
+                points = {count: mean(some.values()) for count, some in found.items() if some}
+                ax.plot(points.keys(), points.values(), color=color, label=method, marker=".")
+            ax.set(xscale="log", yscale="log", title=f"{name}, {row.split()[0]}".replace("%", " %"))
+            ax.minorticks_off()
+            ax.set_xticks(COUNTS[::2], map(str, COUNTS[::2]))
+    figure.supxlabel("calibration sequences of 256 tokens")
+    figure.supylabel("excess log perplexity")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(PICTURE, transparent=True, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("model")
+    measuring.add_argument("--calibrate", default="demo")
+    measuring.add_argument("--test", default="demo")
+    measuring.add_argument("--methods", nargs="+", default=[*RIVALS, *OURS])
+    measuring.add_argument("--patterns", nargs="+", default=PATTERNS)
+    measuring.add_argument("--counts", nargs="+", type=int, default=COUNTS)
+    measuring.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    measuring.add_argument("--folder", type=Path, default=MEASURED)
+    commands.add_parser("table")
+    commands.add_parser("compare").add_argument("folder", type=Path)
+    commands.add_parser("picture")
+    words = parser.parse_args()
+    if words.command == "measure":
+        measure(words)
+    elif words.command == "picture":
+        draw()
+    else:
+        print("\n".join(table() if words.command == "table" else compare(words.folder)))
+
+
+if __name__ == "__main__":
+    main()
