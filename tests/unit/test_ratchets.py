@@ -1,0 +1,85 @@
+"""Two numbers of the source that only fall: lines by folder, and imports from what prunes to what else the package does.
+
+A commit that lowers one lowers it here; one that raises one says for what in its message.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+PACKAGE = ROOT / "src" / "sparsellm"
+
+LINES = {
+    ".": 610,
+    "activations": 1_327,
+    "allocation": 661,
+    "checkpoints": 4_204,
+    "cli": 2_197,
+    "evaluation": 1_162,
+    "formats": 2_729,
+    "methods": 2_239,
+    "models": 2_309,
+    "pipeline": 12_376,
+    "runtime": 1_470,
+    "solvers": 2_516,
+    "studies": 4_381,
+    "texts": 2_605,
+    "training": 1_640,
+}
+"""Lines of Python by folder."""
+
+IMPORTS = 142
+"""Names that files of the core import from files of extensions, at the top or in a function."""
+
+EXTENSIONS = {
+    "recover": """peft training/ studies/gradual pipeline/block_recovery pipeline/recover pipeline/recovery_recipe
+        pipeline/training pipeline/training_outcome""",
+    "packed": """formats/ checkpoints/packed_files cli/pack pipeline/packed_card pipeline/packed_documents pipeline/packed_sizes
+        pipeline/packing pipeline/conversion pipeline/decoding_speed pipeline/speed pipeline/speed_record""",
+    "integers": """allocation/bits methods/rounding solvers/integers solvers/quantization pipeline/compressed_export
+        pipeline/exported pipeline/quantization_file pipeline/quantized_output""",
+    "quantized": "checkpoints/quantization_schemes checkpoints/quantized_weights",
+    "studies": "studies/ cli/sweep pipeline/costliest_layers pipeline/report_differences",
+    "planning": "pipeline/planning pipeline/costs pipeline/estimates pipeline/stage_costs",
+    "sharing": "pipeline/hub pipeline/publication pipeline/tracking",
+}
+"""The files that will be extensions, by name."""
+
+FILES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def extension_files() -> set[str]:
+    """Every file of an extension; each name stands for at least one."""
+    found = set()
+    for name in " ".join(EXTENSIONS.values()).split():
+        files = {file for file in FILES if file == name or (name.endswith("/") and file.startswith(name))}
+        assert files, name
+        found |= files
+    return found
+
+
+def imports(file: str, files: set[str]) -> Iterator[tuple[str, str]]:
+    """The names that a file imports from `files`, at its top or in a function, with where they come from."""
+    for node in ast.walk(ast.parse((PACKAGE / f"{file}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                for module in (node.module, f"{node.module}.{alias.name}"):
+                    path = module.removeprefix("sparsellm").strip(".").replace(".", "/")
+                    yield from ((alias.name, name) for name in (path, f"{path}/__init__") if name in files)
+
+
+def test_lines_fall() -> None:
+    counts: Counter[str] = Counter()
+    for file in FILES:
+        counts[file.split("/")[0] if "/" in file else "."] += len((PACKAGE / f"{file}.py").read_text("utf-8").splitlines())
+    assert counts == LINES
+
+
+def test_imports_of_extensions_fall() -> None:
+    extensions = extension_files()
+    found = [(file, *place) for file in FILES if file not in extensions | {"__init__"} for place in imports(file, extensions)]
+    assert len(found) == IMPORTS, found
