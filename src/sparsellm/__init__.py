@@ -134,8 +134,7 @@ __all__ = ["__version__", *_CONTENTS]  # noqa: PLE0604  (all strings)
 def __getattr__(name: str) -> Any:
     """Import a public name on first access, so that `import sparsellm` loads neither torch nor transformers."""
     if name not in _CONTENTS:
-        advice = import_module("sparsellm.pipeline.removed").replacement(name)
-        raise AttributeError(f"module 'sparsellm' has no attribute {name!r}{f'. {advice}' if advice else ''}")
+        raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     return getattr(import_module(f"sparsellm.{_CONTENTS[name]}"), name)
 
 

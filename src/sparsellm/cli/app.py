@@ -19,7 +19,6 @@ from sparsellm.cli.sweep import bench, report, search, sweep
 
 app = typer.Typer(
     name="sparsellm",
-    cls=options.CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

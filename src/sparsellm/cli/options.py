@@ -15,9 +15,7 @@ import typer.core
 from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
-from sparsellm.cli.console import in_options
 from sparsellm.pipeline.recipe_fields import HELP_PANELS, RecipeFields, RecoveryFields, RunFields
-from sparsellm.pipeline.removed import replacement
 from sparsellm.solvers.integers import BITS_OF
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -25,20 +23,6 @@ _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Paramet
 
 _METAVARS: dict[Any, str] = {str: "TEXT", list[str]: "TEXT", int: "N", float: "X"}
 """Placeholder of an option's value in the help, by type; a flag has none."""
-
-
-class CommandGroup(typer.core.TyperGroup):
-    """The commands. The error of one that was removed says what replaces it."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first word names."""
-        try:
-            return super().resolve_command(ctx, args)
-        except Exception as error:  # click's UsageError
-            refusal: Any = error
-            if advice := replacement(args[0]):
-                refusal.message = f"No such command {args[0]!r}. {advice}"
-            raise
 
 
 class Command(typer.core.TyperCommand):
@@ -59,14 +43,12 @@ class Command(typer.core.TyperCommand):
                     formatter.write_dl(records, col_max=24)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line; an unknown option's error says what replaces it, or suggests similar names."""
+        """Parse the command line; an unknown option's error suggests similar names."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # click's NoSuchOption, which typer does not export
             unknown: Any = error
-            if advice := replacement(getattr(unknown, "option_name", "")):
-                unknown.message, unknown.possibilities = f"{unknown.message}. {in_options(advice, ctx)}", None
-            elif possible := getattr(unknown, "possibilities", None):
+            if possible := getattr(unknown, "possibilities", None):
                 # click compared the names with their dashes, which makes short ones look alike.
                 close = difflib.get_close_matches(unknown.option_name.strip("-"), [name.strip("-") for name in possible])
                 unknown.possibilities = [f"--{name}" for name in close]

@@ -26,7 +26,6 @@ from pydantic import (
 )
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.pipeline.removed import without_removed
 from sparsellm.solvers.integers import MASK_WORD, IntegerName
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -324,7 +323,7 @@ def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a recipe, as plain data, that differ from their defaults, and its method."""
     declared = (RecoveryFields if "pruned" in fields else RecipeFields).model_fields
     defaults = {name: [] if field.default == () else field.default for name, field in declared.items() if name != "method"}
-    return {name: x for name, x in without_removed(fields).items() if name not in defaults or x != defaults[name]}
+    return {name: x for name, x in fields.items() if name not in defaults or x != defaults[name]}
 
 
 def recipe_yaml(fields: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ from sparsellm.pipeline.output_folder import REPORT
 from sparsellm.pipeline.publication import is_file, local_files
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_fields import ALLOCATIONS, is_object
-from sparsellm.pipeline.removed import instead, replacement, without_removed
 from sparsellm.texts.json_files import Unreadable, check_value, is_path, read_record
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping
@@ -130,7 +129,7 @@ def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
 def read_recipe_fields(path: Path) -> dict[str, Any]:
     """Read the fields of a recipe file or of a report's recipe. Raises InvalidSetting for an unknown field."""
     saved = _is_report(path)
-    content = without_removed(_recipe_in_report(path)) if saved else read_mapping(path, "recipe")
+    content = _recipe_in_report(path) if saved else read_mapping(path, "recipe")
     if saved and "pruned" in content:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
     if saved and is_object(content):
@@ -139,8 +138,8 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
         )
     for key in content:
         if str(key) not in Recipe.model_fields:
-            advice = instead(str(key), Recipe.model_fields)
-            raise InvalidSetting(f"The recipe {path} has an unknown field {str(key)!r}. {advice}")
+            similar = nearest(str(key), Recipe.model_fields)
+            raise InvalidSetting(f"The recipe {path} has an unknown field {str(key)!r}. {similar}")
     return content
 
 
@@ -161,10 +160,9 @@ def explain(error: Any, fields: Collection[str]) -> str:
         return str(own)
     field = ".".join(map(str, error["loc"])) or "recipe"
     if error["type"] == "extra_forbidden":
-        return f"Unknown field {field!r}. {instead(str(error['loc'][-1]), fields)}"
+        return f"Unknown field {field!r}. {nearest(str(error['loc'][-1]), fields)}"
     if error["type"] == "literal_error":
         valid = [value.strip("' ") for value in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         name = field.rstrip("0123456789").rstrip(".")  # of a list, the field rather than the position in it
-        advice = replacement(name, error["input"]) or nearest(str(error["input"]), valid)
-        return f"`{name}` is unknown: got {error['input']!r}. {advice}"
+        return f"`{name}` is unknown: got {error['input']!r}. {nearest(str(error['input']), valid)}"
     return f"`{field}`: {error['msg'].lower()}, got {printable(repr(error['input']), 80)}."

@@ -17,7 +17,7 @@ from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingRe
 from sparsellm.models.coverage import Coverage
 from sparsellm.pipeline import card
 from sparsellm.pipeline.output_folder import REPORT, folder_path
-from sparsellm.pipeline.own_method import ObjectRecipe, saved_kind
+from sparsellm.pipeline.own_method import saved_kind
 from sparsellm.pipeline.packed_sizes import Packed
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import explain
@@ -27,7 +27,7 @@ from sparsellm.pipeline.training_outcome import WHOLE_MODEL, changed_nothing, de
 from sparsellm.pipeline.zeros_before import describe_pruning, describe_start, note_after, note_surplus
 from sparsellm.solvers.patterns import NM
 from sparsellm.solvers.statistics import TokenCount
-from sparsellm.texts.json_files import read_record, strict_json
+from sparsellm.texts.json_files import FORMAT, read_record, strict_json
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -39,46 +39,18 @@ Perplexities = dict[str, dict[When, Perplexity]]
 Accuracies = dict[str, dict[When, Accuracy]]
 """What was measured before and after pruning, by text or task."""
 
-OTHER_VERSION = ("literal_error", "value_error")
-"""Kinds of errors in a recipe whose fields have the right types: another version had other methods, or other rules."""
-
-
-class OtherRecipe(ObjectRecipe):
-    """The recipe of a pruning run by another version, with values that this one does not take. It is shown, and not run."""
-
-    @property
-    def allocation_rule(self) -> str:
-        return self.allocation or "of another version"
-
-    def describe(self, predicate: str = "removed") -> str:
-        return f"{self.method} of another version, {self.size_label}"
-
-
-class OtherRecovery(RecoveryRecipe):
-    """The recipe of a recovery by another version, with values that this one does not take. It is shown, and not run."""
-
-    def describe_steps(self) -> str:
-        return f"the training of another version ({self.train}, scope {self.scope})"
-
 
 def _read_recipe(value: Any) -> Recipe | RecoveryRecipe:
-    """Read the recipe in a report, which an earlier or later version may have written.
-
-    Fields that this version does not have are left out. Values that it does not take stay, as they are only shown.
-    """
+    """Read the recipe in a report."""
     if isinstance(value, (Recipe, RecoveryRecipe)):
         return value
     if not isinstance(value, Mapping):
         raise ValueError("it is not a mapping")
     kind: type[Recipe | RecoveryRecipe] = RecoveryRecipe if "pruned" in value else saved_kind(value)
-    known: dict[str, Any] = {name: x for name, x in value.items() if name in kind.model_fields}
     try:
-        return kind(**known)
+        return kind(**value)
     except ValidationError as error:
-        if first := next((x for x in error.errors() if x["type"] not in OTHER_VERSION), None):
-            raise ValueError(explain(first, kind.model_fields)) from None
-    shown: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in known.items()}
-    return (OtherRecovery if kind is RecoveryRecipe else OtherRecipe).model_construct(**shown)
+        raise ValueError(explain(error.errors()[0], kind.model_fields)) from None
 
 
 SavedRecipe = Annotated[Recipe | RecoveryRecipe, PlainValidator(_read_recipe)]
@@ -394,7 +366,7 @@ class Report(Summarized):
             "packing": self.packing and self.packing.to_dict(),
         }
         return {
-            "format": 1,
+            "format": FORMAT,
             "recipe": self.recipe.model_dump(mode="json"),
             "resolved": self.resolved,
             "environment": self.environment,

@@ -6,7 +6,7 @@ import json
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ from sparsellm.pipeline.publication import Paths, local_files
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import without_defaults
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.pipeline.removed import asks_for_removed
 from sparsellm.pipeline.report import Report, read_report
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.speed_record import Bench
@@ -161,12 +160,7 @@ def _page_of(run: str | Path | Result) -> Page:
         return _sweep_page(path)
     report, content = read_report(path / REPORT)
     verified = report.digests is not None and report_digest(content) == report.digests.report
-    removed = asks_for_removed(content["recipe"])
-    defaults = {key: field.default for key, field in type(report.recipe).model_fields.items() if key in removed}
-    again = replace(report, recipe=report.recipe.model_copy(update=defaults))
-    page = _run_page(again, path.resolve().name, verified=verified)
-    left_out = [f"{text} The command below leaves it out." for text in removed.values()]
-    return replace(page, remarks=[*page.remarks, *left_out])
+    return _run_page(report, path.resolve().name, verified=verified)
 
 
 def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:

@@ -10,9 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, FiniteFloat, model_validator
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.removed import instead
 from sparsellm.solvers.patterns import parse_pattern
 
 
@@ -108,7 +107,7 @@ class Sweep(BaseModel, frozen=True):
 def check_known(name: str, names: Collection[str], problem: str) -> str:
     """The name if it is one of `names`; otherwise raises InvalidSetting, which starts with `problem`."""
     if name not in names:
-        raise InvalidSetting(f"{problem}: {name!r}. {instead(name, names)}")
+        raise InvalidSetting(f"{problem}: {name!r}. {nearest(name, names)}")
     return name
 
 

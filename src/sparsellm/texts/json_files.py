@@ -21,6 +21,9 @@ from sparsellm.errors import InvalidSetting, SparseLLMError, printable, written_
 
 Value = TypeVar("Value")
 
+FORMAT = 1
+"""The number that stands as `format` in reports and other records of runs."""
+
 MAX_JSON_BYTES = 256 * 2**20
 """Largest file that is read. A safetensors header has up to 100 MB; indices and reports are smaller."""
 
@@ -87,9 +90,11 @@ def read_record(
         The record, and the content of the file as plain data.
 
     Raises:
-        refusal: The file is unreadable or invalid; the message has the first invalid field.
+        refusal: The file is unreadable, of another format, or invalid; the message has the first invalid field.
     """
     content = read_json(path, refusal)
+    if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+        raise refusal(f"{path} has the format {printable(repr(content['format']), 80)}; this version reads {FORMAT}.")
     try:
         return validate(content), content
     except ValidationError as error:

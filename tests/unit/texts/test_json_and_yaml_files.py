@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError
 from sparsellm.texts.json_files import durable, read_bytes, read_json
 from sparsellm.texts.yaml_files import read_mapping, read_value
@@ -48,6 +49,14 @@ def test_json_that_is_refused(content: bytes, part: str, tmp_path: Path) -> None
     with pytest.raises(BadCheckpoint, match="cannot be read") as refusal:
         read_json(file, BadCheckpoint)
     assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("number", [0, 2, "1", None])
+def test_a_record_of_another_format_is_not_read(number: object, tmp_path: Path) -> None:
+    file = tmp_path / "sparsellm.json"
+    file.write_text(json.dumps({"format": number}), encoding="utf-8")
+    with pytest.raises(BadCheckpoint, match=r"has the format .*; this version reads 1\."):
+        sparsellm.load_report(file)
 
 
 @pytest.mark.parametrize(
