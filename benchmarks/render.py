@@ -20,7 +20,6 @@ import few_bits
 import gpu
 import gpu_products
 import larger_model
-import layer_costs
 import masked_lora
 import memory_budget
 import packing
@@ -140,8 +139,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "few bits, goals": few_bits.goals,
     "few bits, llama.cpp": few_bits.llama_cpp,
     "few bits, rounding": few_bits.rounding,
-    "costs in short": layer_costs.summary_table,
-    "layers excluded": layer_costs.excluded_table,
     "masked lora": masked_lora.table,
     "solvers": solvers.tables,
     "epochs": results.epochs_tables,

@@ -298,26 +298,6 @@ def test_the_plot_of_convergence_says_what_its_steps_minimize() -> None:
     assert told(("solve", 0.1), ("round", 0.117)).endswith("to integers, which may raise it.")
 
 
-@pytest.mark.parametrize(
-    ("fields", "rule"),
-    [
-        ({"sparsity": "2:4"}, "uniform"),
-        ({"method": "alps"}, "uniform"),
-        ({"allocation": "/home/me/shares.yaml"}, "shares.yaml"),
-        ({}, ""),
-    ],
-)
-def test_a_page_says_why_costs_are_not_predicted(fields: dict[str, str], rule: str, run_folder: Path, tmp_path: Path) -> None:
-    report = json.loads((run_folder / "sparsellm.json").read_text(encoding="utf-8"))
-    report["recipe"] = {"model": "opt", "calibration": "words.txt"} | fields
-    (tmp_path / "sparsellm.json").write_text(json.dumps(report), encoding="utf-8")
-    page = report_page(tmp_path)[0]
-    said = f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
-    assert (said in page) == bool(rule)
-    assert "Layers that cost most" in page
-    assert ("Not measured: name a text as --evaluate." in page) == (not rule)
-
-
 def test_layers_at_a_bound_of_the_allocation_are_marked() -> None:
     layers = [
         [made_up.layer("a.x", "60%"), made_up.layer("a.y", "80%")],

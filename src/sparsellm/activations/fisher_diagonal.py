@@ -49,16 +49,6 @@ class FisherFactors:
         # The mean is over all tokens: those that are not routed to an expert contribute zero.
         return roots.square_().mul_(self.routed)
 
-    def removal_cost(self, weight: Tensor, removed: Tensor) -> float:
-        r"""The estimated KL divergence, in nats per token, of removing weights: $\frac12 \sum E[g_i^2] E[x_j^2] W_{ij}^2$.
-
-        Args:
-            weight: (out, in), the dense weight.
-            removed: (out, in) bool, True for the removed weights.
-        """
-        squares, inputs = weight.float().square() * removed, (self.inputs * self.routed**0.5).to(weight.device).square()
-        return 0.5 * float((squares @ inputs) @ self.gradients.to(weight.device).square())
-
 
 @torch.no_grad()
 def weight_costs(

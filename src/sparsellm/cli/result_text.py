@@ -12,11 +12,9 @@ from rich.console import Console
 from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import MAX_MESSAGE, plural, printable
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
-from sparsellm.pipeline.costliest_layers import worst_layers_table
 from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.estimates import RunPlan, human_seconds
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
-from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.report import Report, When
 from sparsellm.pipeline.results import Point
@@ -74,7 +72,6 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             rows.append([name, task_metric(next(iter(results.values())).metric), *values])
         show(console, text_table(["task", "metric", report.start, report.result], rows))
     _print_continuations(console, report.samples, {"dense": report.start, "pruned": report.result})
-    _print_layer_costs(console, report)
     print_line(console, f"Wrote {folder}, read back and verified.")
 
 
@@ -90,21 +87,6 @@ def _print_continuations(console: Console, samples: Mapping[str, Mapping[Any, st
 def _figure(perplexity: Perplexity | None) -> str:
     """A perplexity with its standard error; a dash where it was not measured."""
     return with_standard_error(perplexity.value, perplexity.standard_error) if perplexity else "-"
-
-
-def _print_layer_costs(console: Console, report: Report) -> None:
-    """Print the layers that cost most, and options that keep those dense which stand out; nothing if they are not known."""
-    head, worst = worst_layers_table(report.layers, report.recipe)
-    if worst:
-        show(console, text_table(head, worst))
-    is_predicted = any(layer.predicted_kl is not None for layer in report.layers)
-    if is_predicted and isinstance(report.recipe, Recipe) and not report.recipe.evaluate:
-        print_line(console, "Pass --evaluate TEXT to measure what layers cost.")
-    if costs := report.layer_costs:
-        for line in costs.describe():
-            print_line(console, line)
-        if costs.exclude:
-            print_line(console, " ".join(f"--exclude {name}" for name in costs.exclude))
 
 
 def print_evaluation(console: Console, result: Evaluation, against: str | None) -> None:

@@ -180,37 +180,6 @@ class Evaluation(Summarized):
         return measured | ({"differences": "; ".join(differences)} if self.against else {})
 
 
-@dataclass(frozen=True)
-class LayerCosts:
-    """How far the pruned model's predictions are from the dense model's, and which layers are the reason.
-
-    Attributes:
-        text: The text on whose first sequences it was measured.
-        kl: KL divergence of the predictions, in nats per token.
-        exclude: Full names of the layers that stand out, the costliest first.
-        gain: How much lower `kl` is with all of these dense.
-        share: Their share of the pruned layers' weights.
-    """
-
-    text: str
-    tokens: int
-    kl: float
-    exclude: tuple[str, ...]
-    gain: float
-    share: float
-
-    def describe(self) -> list[str]:
-        """The KL divergence in one line; if layers stand out, what they cost in a second, which introduces their names."""
-        measured = f"{self.tokens:,} tokens of {PurePath(self.text).name}"
-        lines = [f"KL divergence from dense: {self.kl:.3g} nats per token ({measured})."]
-        if self.exclude:
-            layers = f"{len(self.exclude)} layer{'s' if len(self.exclude) > 1 else ''} dense"
-            lines.append(
-                f"With {layers}, {100 * self.share:.1f} % of the pruned weights, it is {100 * self.gain / self.kl:.0f} % lower:"
-            )
-        return lines
-
-
 @torch.no_grad()
 def generate_text(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
     """Continue a prompt by greedy decoding, up to `GENERATED_TOKENS` tokens or the end-of-sequence token.

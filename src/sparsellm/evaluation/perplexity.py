@@ -25,7 +25,7 @@ from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel, check_in_memory, input_device, model_errors
-from sparsellm.models.output_head import check_causal, kl_of_logits, other_last_token, prediction_head
+from sparsellm.models.output_head import check_causal, other_last_token, prediction_head
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import fast_linear_layers
 from sparsellm.solvers.linalg import all_finite
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 MEASURED_TOKENS = 4096  # maximum per batch: beyond, attention scores exceed the CPU cache and the time per token grows
 LOGITS_MEMORY = 64 * 2**20  # maximum size of a batch's float32 logits, the largest tensor of a forward pass
-
-COMPARED_TOKENS = 128
-"""Tokens whose predictions are compared at once: float32 copies of a whole sequence's would take several times its logits."""
 
 ON_IDS = "on token ids"
 """How a model is run, in errors."""
@@ -195,16 +192,6 @@ def measured(
         return token_perplexity(model, windows, source, batch=batch, progress=progress)
 
 
-@torch.no_grad()
-def last_block_outputs(loaded: LoadedModel, batches: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of the last block, (batch, seq, model) for each batch of this process, as `kl_divergence` needs them.
-
-    Args:
-        batches: Token ids, each (batch, seq), at least as many as there are processes.
-    """
-    return [hidden.clone() for outputs in _last_block_outputs(loaded, batches) for hidden in outputs]
-
-
 def _last_block_outputs(
     loaded: LoadedModel,
     batches: Sequence[Tensor],
@@ -297,30 +284,6 @@ def _remark_overflow(model: PreTrainedModel, source: str) -> None:
     name = PurePath(model.config.name_or_path).name or type(model).__name__
     text = f"the figures on {source} are computed in float32: in {dtype_name(model.dtype)}, its own dtype, {name} overflows"
     remark(f"{text} to infinity or NaN", (name, source))
-
-
-@torch.no_grad()
-def kl_divergence(loaded: LoadedModel, batches: Sequence[Tensor], dense: Sequence[Tensor]) -> float:
-    r"""Compute $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions, the mean over tokens in nats.
-
-    Args:
-        loaded: The pruned model, whose norms and head behind the last block are those of the dense one.
-        batches: Token ids, each (batch, seq).
-        dense: Outputs of the dense model's last block for the same batches, from `last_block_outputs`.
-
-    Raises:
-        NonFinite: The divergence is not finite.
-    """
-    local: list[list[float]] = []
-    for outputs in _last_block_outputs(loaded, batches):
-        with loaded.weights.non_block(), prediction_head(loaded.model, blocks_of(loaded.model), loaded.compute) as predict:
-            for tokens, hidden, teacher in zip(collectives.shard(batches), outputs, dense, strict=True):
-                pieces = [predict(tokens, x).flatten(0, 1).split(COMPARED_TOKENS) for x in (teacher, hidden)]
-                local.append([float(kl_of_logits(*rows).sum()) for rows in zip(*pieces, strict=True)])
-    total: float = sum(sum(values) for values in collectives.all_gather(local)) / sum(batch.numel() for batch in batches)
-    if not math.isfinite(total):
-        raise NonFinite("The pruned model's predictions are not finite, so that their KL divergence does not exist.")
-    return total
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:

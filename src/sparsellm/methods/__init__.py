@@ -61,10 +61,6 @@ class LayerResult:
         seconds: Time to solve the layer.
         routed_tokens: For a layer of an expert, the number of tokens that the router sends to the expert. Fewer than `tokens`
             where these were too few and others were added.
-        predicted_kl: Estimated KL divergence between the dense model's predictions and those without the removed weights of
-            this layer alone, in nats per token; None without Fisher factors. Compensation is ignored.
-        measured_kl: How much lower the KL divergence of the pruned model is with the dense layer in place of the pruned one, in
-            nats per token; None for a layer that was not measured.
         bits: Bits of the integers that the kept weights were rounded to; None if they were not rounded.
         group_size: Columns that share a scale, 0 for whole rows; None if they were not rounded.
         bits_per_weight: Bits that a weight takes once it is packed, mask and scales included; None if they were not rounded.
@@ -81,8 +77,6 @@ class LayerResult:
     epoch: int
     seconds: float
     routed_tokens: int | None = None
-    predicted_kl: float | None = None
-    measured_kl: float | None = None
     bits: int | None = None
     group_size: int | None = None
     bits_per_weight: float | None = None

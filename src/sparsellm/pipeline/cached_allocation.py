@@ -30,12 +30,10 @@ class Allocated:
 
     Attributes:
         plan: The pattern of each layer.
-        factors: The Fisher factors of each layer, of rules that need them.
         budget: The bits that are shared out, which set the patterns; None for rules that share out sparsity.
     """
 
     plan: Plan
-    factors: Mapping[str, FisherFactors]
     budget: BitBudget | None = None
     _formats: dict[str, IntegerFormat] = field(default_factory=dict, init=False)
 
@@ -80,16 +78,16 @@ def cached_allocation(
         return _allocate_bits(recipe.bits, loaded, batches, plan=plan, cache=cache)
     layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
     fact = f"shares by {recipe.allocation_rule} of {recipe.sparsity}, {layers}"
-    sparsities, factors = cache.fact(fact) if cache else None, _read_factors(plan, cache)
-    if sparsities is not None:
-        return Allocated({name: Unstructured(sparsity) for name, sparsity in sparsities.items()}, factors)
+    if cache and (sparsities := cache.fact(fact)) is not None:
+        return Allocated({name: Unstructured(sparsity) for name, sparsity in sparsities.items()})
+    factors = _read_factors(plan, cache)
     is_stored = bool(factors)
     allocated = allocate(recipe.allocation_rule, loaded, batches, plan, factors=factors, cache=cache)
     if cache:
         if factors and not is_stored:
             _keep_factors(plan, factors, cache)
         cache.store_fact(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
-    return Allocated(allocated, factors)
+    return Allocated(allocated)
 
 
 def _allocate_bits(
@@ -109,7 +107,7 @@ def _allocate_bits(
             cache.store_fact(fact, curves)
     blocks = blocks_of(loaded.model)
     together = stored_together(blocks, plan)
-    return Allocated(dict(plan), factors, BitBudget(curves, shapes_of(blocks, plan), bits, together=together))
+    return Allocated(dict(plan), BitBudget(curves, shapes_of(blocks, plan), bits, together=together))
 
 
 def _read_factors(plan: Plan, cache: Journal | None) -> dict[str, FisherFactors]:

@@ -30,7 +30,7 @@ GENERATING, PREDICTING, TRAINING = (
 )
 MEASURING_CHECKPOINT = "measuring the pruned checkpoint"
 MEASURING, ANSWERING, CONTINUING = "measuring", "answering questions", "continuing prompts"
-LAYERS, WRITING = "measuring the layers that cost most", "writing and verifying"
+WRITING = "writing and verifying"
 """The stages of a run by their names. In a run, the rule follows `ALLOCATION` in brackets, and "dense" or "pruned"
 follows `MEASURING` and `ANSWERING`."""
 

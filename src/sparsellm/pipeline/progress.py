@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
-from sparsellm.pipeline.costliest_layers import WORST
 from sparsellm.pipeline.events import (
     ALLOCATION,
     GENERATING,
-    LAYERS,
     SENSITIVITIES,
     WRITING,
     Advanced,
@@ -22,13 +20,6 @@ from sparsellm.pipeline.events import (
     Schedule,
     Stage,
 )
-
-BRIEF = (LAYERS, WRITING)
-"""Stages that are short beside pruning. They count for nothing until one of them was measured. The second one is not announced:
-whether a run's model is written, its caller decides."""
-
-LAYERS_PASSES = WORST + 2
-"""Passes that measure the layers that cost most: each of them, none and all; before pruning there was one pass."""
 
 OF_DENSE, PRUNED = " dense", " pruned"
 """Ends of the names of stages that are the same work on two models, and take the same time."""
@@ -173,7 +164,7 @@ class Progress:
     def _leave_stage(self) -> None:
         """Note what the stage took, unless its units were restored."""
         name, taken = self._stage.name, self._clock() - self._stage_started
-        if self._units or name in BRIEF:
+        if self._units or name == WRITING:  # which is short beside pruning, and is not announced: the caller decides to write
             self._measured[_kind(name), self._seen[name]] = taken
         self._seen[name] += 1
         if name in ON_DENSE or name.endswith(OF_DENSE) or name.startswith(ALLOCATION):
@@ -234,9 +225,7 @@ class Progress:
 
     def _whole(self, name: str, number: int) -> float | None:
         """Seconds of a stage, the `number`-th of its name in a run, from those of an earlier one; None if there was none."""
-        if name == LAYERS and (LAYERS, number) not in self._measured:
-            return LAYERS_PASSES * self._measured.get((LAYERS, 0), 0.0)
-        return self._measured.get((_kind(name), number), 0.0 if name in BRIEF else None)
+        return self._measured.get((_kind(name), number), 0.0 if name == WRITING else None)
 
 
 def _kind(name: str) -> str:

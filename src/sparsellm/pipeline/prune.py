@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -10,16 +10,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sparsellm.activations.fisher_diagonal import FisherFactors
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.methods import BlockResult
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
-from sparsellm.pipeline.costliest_layers import dense_outputs, measure_layers
 from sparsellm.pipeline.early_checks import check_inputs
-from sparsellm.pipeline.events import ALLOCATION, LAYERS, OPENING, READING_TEXTS, Observer, add_note, run_stage
+from sparsellm.pipeline.events import ALLOCATION, OPENING, READING_TEXTS, Observer, add_note, run_stage
 from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.outputs import changed_before
 from sparsellm.pipeline.planning import fit_to_memory
@@ -70,28 +68,17 @@ def prune_run(
             )
         run = Run.start(ready, records, fit_to_memory, **arguments)
         rule = ready.recipe.allocation_rule
-        run.schedule([f"{ALLOCATION} ({rule})"] if rule in RULES[1:] else [], costs=_layer_stages(run))
+        run.schedule([f"{ALLOCATION} ({rule})"] if rule in RULES[1:] else [])
         with run.unchanged():
             loaded = run.load_and_check()
             run.measure("dense", loaded)
-            dense = dense_outputs(loaded, ready, report, observer)
             loaded = run.in_batches(loaded, partial(_prune, run))
             report.add_changes(changed_before(ready.source.folder))
             for text in report.pruning_warnings(getattr(getattr(method, "solver", None), "damping", None)):
                 add_note(text, report, observer)
             with run.noting_not_measured():
                 run.measure("pruned", loaded)
-                if dense:
-                    measure_layers(report, loaded, ready, dense=dense, observer=observer)
         return run.finish(loaded)
-
-
-def _layer_stages(run: Run[PreparedPruning]) -> list[str]:
-    """The stage in which the layers that cost most are measured, in a list; empty where they are not."""
-    ready = run.ready
-    is_measured = ready.recipe.allocation_rule == "fisher" and ready.tests and isinstance(ready.source, Checkpoint)
-    has_head = blocks_and_head(ready.skeleton, ready.plan)[-1].is_head
-    return [LAYERS] if is_measured and not run.placement.streamed and not has_head else []
 
 
 def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Tensor]) -> None:
@@ -104,7 +91,6 @@ def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Ten
     recipe, plan, method = ready.recipe, ready.plan, ready.method
     blocks = blocks_and_head(loaded.model, plan)
     fisher: Sequence[Tensor] = []
-    factors: Mapping[str, FisherFactors] = {}
     allocated: Allocated | None = None
     values: IntegerValues | None = integer_values(recipe)
     with run.dense_cache(loaded) as cache:
@@ -113,7 +99,7 @@ def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Ten
         if recipe.allocation_rule in RULES[1:]:
             with run_stage(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
                 allocated = cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
-                plan, factors, values = allocated.plan, allocated.factors, allocated.values or values
+                plan, values = allocated.plan, allocated.values or values
                 advance(1, 1)
         data, training = None, ready.training
         if training:
@@ -125,9 +111,7 @@ def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Ten
         method = replace(method, values=values)  # type: ignore[type-var]
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with run_stage(ready.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
-        for step in prune_blocks(
-            loaded, batches, method, plan, fisher=fisher, factors=factors, journal=journal, progress=advance
-        ):
+        for step in prune_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)

@@ -12,7 +12,7 @@ from pydantic import AliasPath, Field, PlainValidator, TypeAdapter, ValidationEr
 from sparsellm.checkpoints.files import Origin
 from sparsellm.errors import BadCheckpoint, MissingPackage, plural
 from sparsellm.evaluation.differences import Difference
-from sparsellm.evaluation.measurements import Accuracy, LayerCosts, Perplexity, Summarized, plus_minus
+from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.pipeline import card
@@ -121,7 +121,6 @@ class Report(Summarized):
         peak_memory_bytes: Peak host memory of this process at the end of the run; the command line resets it before each run.
         origin: The dense model, for the model card; not in the file.
         coverage: Fraction of the blocks' matrix weights that is pruned.
-        layer_costs: What the layers with the largest `predicted_kl` cost; None if that was not measured.
         files: Names of the output's files, once it is written.
         digests: Their digests.
         packing: For a packed model, its sizes.
@@ -150,7 +149,6 @@ class Report(Summarized):
     peak_memory_bytes: int = 0
     origin: Annotated[Origin, Field(exclude=True)] = field(default_factory=Origin)
     coverage: Coverage | None = None
-    layer_costs: LayerCosts | None = None
     files: tuple[str, ...] = ()
     digests: Digests | None = None
     packing: Packed | None = None
@@ -380,7 +378,6 @@ class Report(Summarized):
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
             "recovered": self.recovered and asdict(self.recovered),
-            "layer_costs": self.layer_costs and asdict(self.layer_costs),
             **{name: value for name, value in optional.items() if value},
             "blocks": [_block_to_dict(block) for block in self.blocks],
             **{name: value for name, value in of_output.items() if value},

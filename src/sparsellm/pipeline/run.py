@@ -174,17 +174,16 @@ class Run(Generic[P]):
         """The folder of the run's files; None without one."""
         return self.work.folder if self.work else None
 
-    def schedule(self, changes: Sequence[str], *, before: Sequence[str] = (), costs: Sequence[str] = ()) -> None:
+    def schedule(self, changes: Sequence[str], *, before: Sequence[str] = ()) -> None:
         """Tell the observers the stages from now to the last measurement.
 
         Args:
             changes: Those that change the model, without those of `Prepared.training`.
             before: Those before the model is loaded.
-            costs: Those after each measurement.
         """
         recipe, ready = self.ready.recipe, self.ready
         measured = [MEASURING] * len(ready.tests) + [ANSWERING] * bool(recipe.task)
-        others = [CONTINUING] * len(recipe.prompt) + [*costs]
+        others = [CONTINUING] * len(recipe.prompt)
         stages = [*before, LOADING, *(f"{name} dense" for name in measured), *others]
         stages += [SENSITIVITIES] * ready.method.needs_fisher + [*changes]
         if ready.training:

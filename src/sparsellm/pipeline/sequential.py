@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ from sparsellm.solvers.statistics import TokenCount
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sparsellm.activations.fisher_diagonal import FisherFactors
     from sparsellm.pipeline.journal import Journal
 
 Step = LayerResult | EpochResult | TrainingResult | BlockResult
@@ -51,7 +50,6 @@ def prune_blocks(
     plan: Plan,
     *,
     fisher: Sequence[Tensor] = (),
-    factors: Mapping[str, FisherFactors] | None = None,
     journal: Journal | None = None,
     progress: Callable[[float, int], None] = lambda *_: None,
 ) -> Iterator[Step]:
@@ -65,8 +63,6 @@ def prune_blocks(
         method: Prunes one block.
         plan: The pattern of each layer to prune, by full name.
         fisher: F of each block's output, from `output_fisher`, for a method whose `needs_fisher` is True.
-        factors: By full layer name, from `weight_costs`; layers that have them get a `predicted_kl`, for which each block's
-            planned weights are copied.
         journal: Stores each finished block before its result is yielded; blocks that it already holds are restored instead of
             pruned. Required for weights on disk, which are dropped when the next block is loaded.
         progress: Called in each pass through a block with the batches that are done, and their number.
@@ -76,7 +72,7 @@ def prune_blocks(
     """
 
     def steps(block: Block, inputs: Activations) -> Iterator[Step]:
-        layers = _layer_steps(block, inputs, method, plan=plan, factors=factors or {})
+        layers = _layer_steps(block, inputs, method, plan=plan)
         return block_steps(block, layers, plan, note=partial(method.note, block, plan))
 
     return visit_blocks(
@@ -178,25 +174,16 @@ def block_steps(
 
 
 def _layer_steps(
-    block: Block, inputs: Activations, method: BlockMethod, *, plan: Plan, factors: Mapping[str, FisherFactors]
+    block: Block, inputs: Activations, method: BlockMethod, *, plan: Plan
 ) -> Iterator[LayerResult | EpochResult | TrainingResult]:
-    """Prune one block: the results of its method, with the formats of rounded layers and the predicted costs."""
-    dense = {  # in the storage dtype, which holds every dense weight exactly
-        block.full_name(name): layer.weight.detach().to(block.dtypes[block.parameter(name)], copy=True)
-        for name, layer in block.layers.items()
-        if block.full_name(name) in plan and block.full_name(name) in factors
-    }
-    values, weights = getattr(method, "values", None), {block.full_name(name): layer for name, layer in block.layers.items()}
-    for result in method.prune(block, inputs, plan):
-        step = result
-        if isinstance(step, LayerResult):
-            weight = weights[step.name].weight
-            if values is not None:
-                step = replace(step, **values.fields_of(step.name, weight))
-            if step.name in dense:
-                removed = weight == 0
-                step = replace(step, predicted_kl=factors[step.name].removal_cost(dense.pop(step.name), removed))
-        yield step
+    """Prune one block: the results of its method, with the formats of rounded layers."""
+    values = getattr(method, "values", None)
+    weights = {block.full_name(name): layer.weight for name, layer in block.layers.items()}
+    for step in method.prune(block, inputs, plan):
+        if isinstance(step, LayerResult) and values is not None:
+            yield replace(step, **values.fields_of(step.name, weights[step.name]))
+        else:
+            yield step
 
 
 def _zeros(block: Block, plan: Plan) -> dict[str, int]:

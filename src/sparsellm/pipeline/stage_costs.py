@@ -58,11 +58,8 @@ def pruning_costs(ready: PreparedPruning, placement: Placement, batch: int) -> I
         memory = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
         done = shapes.depth * shapes.forward(shapes.tokens)
         yield f"{ALLOCATION} ({recipe.allocation_rule})", Cost(memory, [shapes.stream], done)
-    # For `predicted_kl`, the dense weights are copied.
-    copies = sum(out * into for out, into in shapes.layers) * shapes.stored
-    copies *= recipe.allocation_rule in ("fisher", RULES[-1])
     block = partial(block_cost, ready.method)
-    yield ready.stage, _blocks_cost(ready, placement, shapes, model=model, block=block, copies=copies)
+    yield ready.stage, _blocks_cost(ready, placement, shapes, model=model, block=block)
     if ready.tests:
         yield MEASURING, _measuring_cost(ready, placement, shapes, model=model, times=2)  # before and after
     if ready.training:
@@ -124,14 +121,12 @@ def _blocks_cost(
     *,
     model: float,
     block: Callable[[BlockShapes], Cost],
-    copies: float = 0,
 ) -> Cost:
     """Each planned block beside the model (or the block that is read), and the output head after all blocks.
 
     Args:
         model: Bytes of the weights in memory.
         block: What one block takes.
-        copies: Bytes of copied dense weights.
     """
     *_, last = planned = [b for b in blocks_and_head(ready.skeleton, ready.plan) if planned_layers(b, ready.plan)]
     # What is outside the blocks makes the first inputs.
@@ -140,7 +135,7 @@ def _blocks_cost(
     if len(planned) > last.is_head:
         one = block(shapes)
         done = (len(planned) - last.is_head) * one.work + total.work
-        total = Cost(max(model + one.memory + copies, entering), one.lists, done, state=one.state)
+        total = Cost(max(model + one.memory, entering), one.lists, done, state=one.state)
     if last.is_head:
         outputs, inputs = next(iter(last.layers.values())).weight.shape
         head = block(

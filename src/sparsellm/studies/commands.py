@@ -49,11 +49,6 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: GradualRe
     return " \\\n  ".join(map(shlex.join, lines))
 
 
-def setting_name(recipe: Recipe | RecoveryRecipe, name: str) -> str:
-    """A setting as what `run_command` returns names it."""
-    return f"`{name}`" if isinstance(recipe, ObjectRecipe) else _option(name)
-
-
 def _option(name: str) -> str:
     """The option of a field."""
     return f"--{name.replace('_', '-')}"
@@ -76,11 +71,6 @@ def bench_command(
     dense = [] if against is None else ["--against", str(against)]
     counts = ["--batch", ",".join(map(str, batches)), "--threads", ",".join(map(str, threads)), "--tokens", str(tokens)]
     return shlex.join(["sparsellm", "bench", str(packed), *dense, *counts])
-
-
-def exclude_options(layers: Sequence[str]) -> str:
-    """The options with which `sparsellm prune` leaves layers dense."""
-    return shlex.join([word for name in layers for word in ("--exclude", name)])
 
 
 def sweep_yaml(sweep: Sweep) -> str:

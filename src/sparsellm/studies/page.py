@@ -15,7 +15,6 @@ from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import plural
-from sparsellm.pipeline.costliest_layers import worst_layers_table
 from sparsellm.pipeline.early_checks import check_results
 from sparsellm.pipeline.output_folder import REPORT, is_sweep
 from sparsellm.pipeline.publication import Paths, local_files
@@ -26,7 +25,7 @@ from sparsellm.pipeline.report import Report, read_report
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.pipeline.zeros_before import counts
-from sparsellm.studies.commands import exclude_options, report_command, run_command, setting_name, sweep_command, sweep_yaml
+from sparsellm.studies.commands import report_command, run_command, sweep_command, sweep_yaml
 from sparsellm.studies.compare import Comparison, Table
 from sparsellm.studies.figures import Plot, style
 from sparsellm.studies.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
@@ -50,10 +49,6 @@ class Page:
         remarks: Further sentences under the verdict.
         tables: Tables by their headings.
         legend: What stands under the tables.
-        worst: Table of the layers that cost most; None where it is not known.
-        not_predicted: Why it is not known; empty where nothing is said of that.
-        costs: What the layers of `worst` cost, in sentences.
-        exclude: The options that leave those dense that stand out.
         samples: Continuations of prompts, by the model that wrote them.
         layers: A line for each pruned layer: name, pattern, sparsity and error.
         command: The command that gives the same again.
@@ -72,10 +67,6 @@ class Page:
     notes: Sequence[str] = ()
     tables: Mapping[str, Table] = field(default_factory=dict)
     legend: str = ""
-    worst: Table | None = None
-    not_predicted: str = ""
-    costs: Sequence[str] = ()
-    exclude: str = ""
     plots: Sequence[Plot] = ()
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     layers: Sequence[Sequence[str]] = ()
@@ -216,9 +207,8 @@ def _percent(share: float) -> str:
 
 def _run_page(report: Report, name: str, *, verified: bool) -> Page:
     """The page of a run."""
-    totals, costs = report.totals, report.layer_costs
+    totals = report.totals
     recipe, recovery, bounds = report.recipe, report.is_recovery, at_bound(report.layers)
-    worst = worst_layers_table(report.layers, recipe)
     described = report.describe()
     nothing = report.recovered_nothing
     if recovery:
@@ -245,10 +235,6 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         notes=report.notes,
         tables=tables | _stages(report) | (speed_tables(bench) if bench else {}),
         legend=" ".join(error_legend(figures.values())) if measured else "",
-        worst=worst if worst[1] else None,
-        not_predicted="" if recovery else _not_predicted(recipe),
-        costs=costs.describe() if costs else [],
-        exclude=exclude_options(costs.exclude) if costs else "",
         plots=run_plots(report) + ([speed_plot(bench)] if bench else []),
         samples={"": _named(report)} if report.samples else {},
         layers=[
@@ -272,15 +258,6 @@ def _stages(report: Report) -> dict[str, tuple[list[str], list[list[str]]]]:
     """The table of the stages of a gradual pruning."""
     head, lines = report.gradual.table() if report.gradual else ([], [])
     return {"Stages": (head, lines)} if lines else {}
-
-
-def _not_predicted(recipe: Recipe | RecoveryRecipe) -> str:
-    """Why the costs of a run's layers are not known."""
-    if recipe.allocation_rule == "fisher":
-        text = setting_name(recipe, "evaluate")
-        return f"Not measured: name a text as {text}. What is predicted does not hold for a method that compensates."
-    rule = PurePath(recipe.allocation_rule).name
-    return f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
 
 
 def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:
