@@ -130,11 +130,6 @@ def test_the_package_has_these_folders_and_no_lone_files() -> None:
     assert len(entries - {"peft"}) <= 16  # users import this file by its name
 
 
-def test_documentation_lists_every_file_of_every_folder() -> None:
-    """The tables of docs/architecture.md are what docs/make_file_tables.py writes."""
-    subprocess.run([sys.executable, ROOT / "docs" / "make_file_tables.py", "--check"], check=True)
-
-
 def test_the_types_of_keywords_are_those_of_the_fields() -> None:
     """`pipeline/keyword_types.py` is what docs/make_keyword_types.py writes from `pipeline/recipe_fields.py`."""
     subprocess.run([sys.executable, ROOT / "docs" / "make_keyword_types.py", "--check"], check=True)
