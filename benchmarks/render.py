@@ -37,6 +37,7 @@ import solvers
 import speed_tables
 import streaming
 import time_left
+import tokens
 import width
 from measuring import MEASURED, ROOT, markdown_table
 
@@ -64,7 +65,11 @@ PAGES = (
     "src/sparsellm/pipeline/recipe_fields.py",
 )
 PICTURES = ROOT / "docs" / "pictures"
-CHARTS = {PICTURES / "perplexity.svg": quality.chart, PICTURES / "few-bits.svg": few_bits.chart}
+CHARTS = {
+    PICTURES / "perplexity.svg": quality.chart,
+    PICTURES / "few-bits.svg": few_bits.chart,
+    PICTURES / "few-tokens.svg": tokens.chart,
+}
 CARD = PICTURES / "card.png"
 """What other sites show beside a link to the documentation."""
 
@@ -118,6 +123,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "memory": memory_budget.table,
     "recover memory": recover_memory.table,
     "time left": time_left.table,
+    "few tokens": tokens.shares_table,
     "popular models": popular_models.table,
     "hours": popular_models.hours,
     "rounding": rounding.table,

@@ -4,7 +4,6 @@
     python benchmarks/tokens.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
     python benchmarks/tokens.py table                       # excess by method, and every cell where SparseGPT or ALPS is better
     python benchmarks/tokens.py compare FOLDER              # the same cells in two folders of figures, as of two revisions
-    python benchmarks/tokens.py picture                     # docs/pictures/few-tokens.svg
 
 Excess is the logarithm of the pruned model's perplexity over the dense one's, on up to 200 test sequences of 256 tokens.
 Every cell is written to benchmarks/measured/tokens-MODEL.json as soon as it is known, and a killed run continues.
@@ -19,21 +18,23 @@ from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
-from measuring import CUT, MEASURED, ROOT, markdown_table, read_figures, record
+from matplotlib.ticker import FuncFormatter, LogLocator
+from measuring import CUT, MEASURED, markdown_table, read_figures, record
+from quality import svg_of
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.studies.figures import COLORS, new_figure, style
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
 
 COUNTS, LENGTH, WINDOWS = (4, 8, 16, 32, 64, 128, 256), 256, 200
 PATTERNS = ("50%", "80%", "50% uniform", "80% uniform", "2:4")
+CHARTED = "2:4"
 RIVALS = {"SparseGPT": {"method": "sparsegpt"}, "ALPS": {"method": "alps"}}
 OURS = {"fast": {"method": "sparsellm", "effort": "fast"}, "default": {"method": "sparsellm"}}
-PICTURE = ROOT / "docs" / "pictures" / "few-tokens.svg"
-COLORS = {"SparseGPT": "#8a919c", "ALPS": "#d1495b", "fast": "#e08214", "default": "#3d85c6"}
 
 Cells = dict[str, dict[str, float]]
 
@@ -126,28 +127,38 @@ def compare(folder: Path) -> list[str]:
     return markdown_table(["model", "", "", "sequences", "before", "change"], (row for _, row in rows), (0, 1, 2))
 
 
-def draw() -> None:
-    """One panel for each model and two patterns, one line for each method."""
-    import matplotlib
+def shares_table() -> list[str]:
+    """The default's excess at 2:4 as a share of that of the better of SparseGPT and ALPS, by the number of sequences."""
+    rows = []
+    for name, cells in of_models(MEASURED).items():
+        row = [name]
+        for count in COUNTS:
+            found = [excesses(cells, rival, CHARTED, count) for rival in RIVALS]
+            mine = excesses(cells, "default", CHARTED, count)
+            row.append(f"{mean(mine.values()) / min(mean(some.values()) for some in found):.2f}" if mine and all(found) else "")
+        rows.append(row)
+    return markdown_table(["sequences of 256 tokens", *map(str, COUNTS)], rows)
 
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "sparsellm", "font.size": 8})
-    from matplotlib.figure import Figure
 
-    models, shown = of_models(MEASURED), ("80% uniform", "2:4")
-    figure = Figure((6.4, 4.2), layout="constrained")
-    for row, axes in zip(shown, figure.subplots(2, len(models), squeeze=False), strict=True):
-        for (name, cells), ax in zip(models.items(), axes, strict=True):
-            for method, color in COLORS.items():
-                found = {count: excesses(cells, method, row, count) for count in COUNTS}
+def chart() -> str:
+    """Excess at 2:4 against the number of sequences, one panel for each model, as SVG."""
+    with style():
+        figure = new_figure(7.2, 4.6)
+        for axes, (name, cells) in zip(figure.subplots(2, 2).flat, of_models(MEASURED).items(), strict=False):
+            for method, color in zip((*RIVALS, *OURS), COLORS, strict=False):
+                found = {count: excesses(cells, method, CHARTED, count) for count in COUNTS}
                 points = {count: mean(some.values()) for count, some in found.items() if some}
-                ax.plot(points.keys(), points.values(), color=color, label=method, marker=".")
-            ax.set(xscale="log", yscale="log", title=f"{name}, {row.split()[0]}".replace("%", " %"))
-            ax.minorticks_off()
-            ax.set_xticks(COUNTS[::2], map(str, COUNTS[::2]))
-    figure.supxlabel("calibration sequences of 256 tokens")
-    figure.supylabel("excess log perplexity")
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(PICTURE, transparent=True, metadata={"Date": None})
+                axes.plot([*points], [*points.values()], color=color, marker="o", label=method)
+            axes.set(xscale="log", yscale="log", title=name)
+            axes.set_xticks(COUNTS, [*map(str, COUNTS)])
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.minorticks_off()
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+        figure.supylabel("excess of the log-perplexity, logarithmic")
+        for axes in figure.axes[2:]:
+            axes.set_xlabel("calibration sequences of 256 tokens")
+    return svg_of(figure, "few-tokens")
 
 
 def main() -> None:
@@ -164,12 +175,9 @@ def main() -> None:
     measuring.add_argument("--folder", type=Path, default=MEASURED)
     commands.add_parser("table")
     commands.add_parser("compare").add_argument("folder", type=Path)
-    commands.add_parser("picture")
     words = parser.parse_args()
     if words.command == "measure":
         measure(words)
-    elif words.command == "picture":
-        draw()
     else:
         print("\n".join(table() if words.command == "table" else compare(words.folder)))
 
