@@ -14,9 +14,7 @@ stories for both texts, the first 1,800 stories calibrate and the rest measure. 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -25,7 +23,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from measuring import CUT, MEASURED, arguments, markdown_table, program, read_figures, record
+from measuring import CUT, MEASURED, markdown_table, read_figures, record
 from results import split_stories
 
 import sparsellm
@@ -49,11 +47,7 @@ PRUNERS: dict[str, dict[str, Any]] = {"sparsellm": {}, "sparsegpt": {"method": "
 ROADS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"train": "lora"},
-    "full, gradual": {"stages": 4},
 }
-
-GRADUAL, START = "full, gradual", "50%"
-"""From half of the weights on, in stages of as many steps each; the share is that of what one pruning to the end loses."""
 
 TIMED_ROADS, TIMED_STEPS, TIMED_VALIDATIONS = ("full", "lora"), 240, 2
 """Validations are as frequent as in a training of the usual length."""
@@ -88,17 +82,12 @@ def measure(words: argparse.Namespace) -> None:
                     keys = {road: f"{pruner} | {pattern} | {seed} | {road}" for road in words.roads}
                     known = read_figures(file)
                     missing = [road for road in words.roads if keys[road] not in known]
-                    if ":" in pattern and GRADUAL in missing:  # stages are unstructured
-                        missing.remove(GRADUAL)
                     if not missing:
                         continue
                     pruned = folder / f"{pruner}-{pattern.replace(':', '-')}-{seed}"
                     recipe = read_recipe({"model": words.model, "sparsity": pattern, "seed": seed, **data, **PRUNERS[pruner]})
                     prune_run(recipe, shared=shared).save_pretrained(pruned)
                     for road in missing:
-                        if road == GRADUAL:
-                            record(file, keys[road], _gradual(words.model, pattern, pruned, {**data, "seed": seed}))
-                            continue
                         settings = {**data, "seed": seed, **PRODUCTS, **ROADS[road]}
                         record(file, keys[road], _recovered(words.model, pruned, settings, shared))
 
@@ -136,23 +125,6 @@ def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: Dense
         "steps": recipe.model_steps,
         "best step": report.recovered.steps,
     }
-
-
-def _gradual(model: str, pattern: str, pruned: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The perplexities of a gradual pruning beside those of `pruned`."""
-    half, out, stages = pruned.with_name("half"), pruned.with_name("gradual"), ROADS[GRADUAL]["stages"]
-    pruning = {name: value for name, value in data.items() if not name.startswith("evaluate")}
-    training = {"to": pattern, "stages": stages, "against": model, **data, **PRODUCTS, "overwrite": True, "quiet": True}
-    for command in (
-        arguments("prune", model, half, sparsity=START, overwrite=True, quiet=True, **pruning),
-        [*arguments("recover", half, out, **training), "--from", START],
-    ):
-        subprocess.run([*program(), *command], check=True, stdout=sys.stderr)
-    last, once = (json.loads((folder / "sparsellm.json").read_text(encoding="utf-8")) for folder in (out, pruned))
-    ((dense, after),) = ((x["dense"]["value"], x["pruned"]["value"]) for x in once["perplexity"].values())
-    (found,) = (x["pruned"]["value"] for x in last["perplexity"].values())
-    share = math.log(after / found) / math.log(after / dense)
-    return {"dense": dense, "pruned": after, "recovered": found, "share": share, "steps": stages}
 
 
 def table() -> list[str]:

@@ -100,7 +100,6 @@ RECIPES: dict[str, tuple[tuple[str, ...], ...]] = {
     "recover, the whole model": (FIRST, (*RECOVER, "--steps", "12")),
     "recover, LoRA": (FIRST, (*RECOVER, "--train", "lora", "--steps", "12")),
     "recover, integers": (INTEGERS, ("recover", ROUNDED, *RECOVERED, "--steps", "8")),
-    "gradual pruning": (FIRST, (*RECOVER, "--from", "70%", "--to", "80%", "--stages", "2", "--steps", "8")),
     "search": (
         (
             "search",

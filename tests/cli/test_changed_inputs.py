@@ -206,25 +206,6 @@ def test_a_recovery_with_a_dense_model_that_changed(files: Path, command: Comman
         sparsellm.recover("pruned", "m", "calibration.txt", steps=2, samples=2, sequence_length=32)
 
 
-@pytest.mark.parametrize("name", ["m", "calibration.txt"])
-def test_stages_whose_files_changed(name: str, files: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second stage does not go on with another teacher or text than the first one."""
-    assert command("prune", "m", "pruned", "--sparsity", "50%", "--calibration", "calibration.txt", *WORDS).exit_code == 0
-    words = ["recover", "pruned", "out", "--against", "m", "--calibration", "calibration.txt", "--samples", 16, "--steps", 2]
-    words += ["--sequence-length", 32, "--from", "50%", "--to", "80%", "--stages", 2]
-
-    def interrupt(event: Event) -> None:
-        if isinstance(event, NextRun) and event.number == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("sparsellm.cli.allocator.manage_memory", interrupt)
-    assert command(*words).exit_code == 130
-    monkeypatch.undo()
-    monkeypatch.chdir(files)
-    change(name)
-    refused(command(*words, "--resume"), "68.4 is a stage of another run", f"{name} was changed")
-
-
 def test_a_packed_model_of_another_run_is_not_kept(files: Path, command: Command) -> None:
     words = ["prune", "m", "out", "--method", "magnitude", "--sparsity", "70%"]
     assert command(*words, "--pack").exit_code == 0

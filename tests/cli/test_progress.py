@@ -147,21 +147,6 @@ def test_several_runs_have_one_time_left(
     assert sum(fields.get("when") == "pruned" for fields in other) == len(runs)
 
 
-def test_stages_of_a_gradual_pruning_have_one_time_left(
-    loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
-) -> None:
-    """Each prunes what the one before writes; labels have sparsities."""
-    pruned = sparsellm.prune(loud["llama"], "magnitude", "50%").save_pretrained(tmp_path / "half")
-    words = ("--against", loud["llama"], "--calibration", text_file, *SMALL, "--steps", 2, "--samples", 16)
-    ran = command(
-        "recover", pruned, tmp_path / "out", *words, "--from", "50%", "--to", "80%", "--stages", 2, "--progress", "json"
-    )
-    assert ran.exit_code == 0, ran.stderr
-    shown = [fields for fields in states(ran.stderr) if fields.get("run") and fields["name"]]
-    assert list(dict.fromkeys(fields["name"] for fields in shown)) == ["68.4%", "80%"]
-    assert {fields["run"] for fields in shown if fields["seconds_left"]} == {1, 2, 3, 4}
-
-
 def test_the_demo_has_a_time_left_from_its_first_method_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsellm.studies.demonstration.SAMPLES", 2)
     monkeypatch.setattr("sparsellm.studies.demonstration.test_windows", partial(test_windows, limit=4))

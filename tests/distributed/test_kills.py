@@ -35,7 +35,6 @@ LINES: dict[str, tuple[str, ...]] = {
     "several": (*QUICK, "60%,70%,80%", "--method", "wanda", "--evaluate", "{text}"),
     "recover": TRAINED,
     "recover, streamed": (*TRAINED, "--offload", "--scope", "block"),
-    "gradual": (*TRAINED, "--from", "60%", "--to", "80%", "--stages", "2"),
     "search": ("search", "{dense}", "{out}", *DRAWN, "--method", "wanda", "--evaluate", "{text}", *TARGET),
     "sweep": ("sweep", "{sweep}", "{out}"),
     "pack": ("pack", "{pruned}", "{out}"),
@@ -161,7 +160,7 @@ By default the second one is drawn; with more than two, each command is the seco
 TOLD = ("Another process is working on", "exists", "is unfinished", "one that holds no files")
 """What the second command is told, by when it came."""
 
-RACING = ("wanda, streamed", "several", "recover", "gradual", "search", "pack", "unpack", "export")
+RACING = ("wanda, streamed", "several", "recover", "search", "pack", "unpack", "export")
 
 
 @pytest.mark.long

@@ -145,8 +145,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
         ("prune", "MODEL", "OUT", "--method", "magnitude", "--sparsity", "50%,60%"),
         ("prune", "MODEL", "OUT", "--method", "magnitude", "--progress", "json"),
         ("recover", "PRUNED", "OUT", "--against", "MODEL", "--calibration", "TEXT", "--steps", 2, "--sequence-length", 16),
-        ("recover", "PRUNED", "OUT", "--against", "MODEL", "--calibration", "TEXT", "--steps", 2, "--sequence-length", 16,
-         "--from", "50%", "--to", "60%"),
         ("search", "MODEL", "OUT", "--method", "magnitude", "--evaluate", "TEXT", "--sequence-length", 16,
          "--max-perplexity-increase", "1000%", "--step", "40%"),
         ("sweep", "SWEEP", "OUT"),

@@ -36,7 +36,6 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "prune, resumed": ("prune", "{dense}", "{out}", "--sparsity", "60%", *QUICK, "--resume", "--overwrite"),
     "several": ("prune", "{dense}", "{out}", "--sparsity", "60%,80%", *QUICK, "--restart", "--overwrite"),
     "recover": ("recover", "{pruned}", "{out}", *TRAINED, "--overwrite"),
-    "gradual": ("recover", "{pruned}", "{out}", *TRAINED, "--from", "70%", "--to", "80%", "--stages", 1, "--overwrite"),
     "search": ("search", "{dense}", "{out}", "--max-size", "1MB", *QUICK, "--overwrite"),
     "pack": ("pack", "{pruned}", "{out}", "--overwrite"),
     "unpack": ("unpack", "{packed}", "{out}", "--overwrite"),

@@ -242,6 +242,25 @@ def test_recovered_again(tiny: dict[str, Path], tmp_path: Path) -> None:
     assert report_of(second)["pruned"]["pruned"]["recipe"]["method"] == "sparsellm"
 
 
+def test_zeros_are_kept_from_stage_to_stage(loud: dict[str, Path], tmp_path: Path) -> None:
+    """Pruned and recovered by turns, as in docs/recover.md: each model has the zeros of the one before, and others train."""
+    model = dense = loud["llama"]
+    for sparsity in (0.5, 0.7, 0.8):
+        folder = pruned(model, tmp_path / f"{sparsity}", sparsity=sparsity, keep_zeros=True)
+        out = recover(folder, dense, TOKENS, steps=20, batch_size=2).save_pretrained(tmp_path / f"{sparsity} recovered")
+        before, between, after = tensors(model), tensors(folder), tensors(out)
+        layers = [f"{layer['name']}.weight" for block in report_of(out)["blocks"] for layer in block["layers"]]
+        assert layers
+        for name in layers:
+            assert not ((before[name] == 0) & (between[name] != 0)).any(), name
+            assert torch.equal(between[name] == 0, after[name] == 0), name
+            assert not torch.equal(between[name], after[name]), name
+        zeros = sum(int((after[name] == 0).sum()) for name in layers)
+        assert zeros / sum(after[name].numel() for name in layers) == pytest.approx(sparsity, abs=1e-3)
+        assert verify(out, dense).layers == len(layers)
+        model = out
+
+
 @pytest.mark.parametrize("more", [(), ("--offload",)], ids=["in memory", "streamed"])
 def test_killed_and_resumed(
     more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, server: ForkServerContext

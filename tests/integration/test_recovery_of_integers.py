@@ -18,10 +18,8 @@ import sparsellm
 from sparsellm import prune, recover, verify
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.pipeline import training
-from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.pipeline.quantization_file import read_scales
-from sparsellm.studies.gradual import read_stages
 from sparsellm.training import distillation
 from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
@@ -194,9 +192,6 @@ def test_what_cannot_be_recovered(folders: dict[str, Path], loud: dict[str, Path
     (folder / SCALES_FILE).unlink()
     with pytest.raises(BadCheckpoint, match=r"lacks 1 of the files that the run wrote, quantization\.scales first"):
         recover(folder, dense, TOKENS)
-    recipe = read_recovery({"pruned": str(sound), "model": str(dense), "calibration": "demo"})
-    with pytest.raises(InvalidSetting, match=r"is quantized, and gradual pruning would not keep its integers"):
-        read_stages(recipe, tmp_path / "out", start="70%", to="80%", stages=2)
     prune(dense, "magnitude", "50%", exclude=["q_proj"]).save_pretrained(tmp_path / "some")
     sparsellm.pack(tmp_path / "some", tmp_path / "packed", values="int4")
     sparsellm.unpack(tmp_path / "packed", tmp_path / "back")

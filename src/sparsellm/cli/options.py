@@ -177,11 +177,6 @@ Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write;
 Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
 Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 PrunedFrom = Annotated[str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.")]
-_gradual = functools.partial(typer.Option, rich_help_panel="Gradual pruning")
-FromSparsity = Annotated[str | None, _gradual("--from", metavar="PERCENT", help="Sparsity before the first stage.")]
-ToSparsity = Annotated[str | None, _gradual("--to", metavar="PERCENT", help="Sparsity of the last stage.")]
-_STAGES = "Number of stages, each of which prunes further and then trains."
-Stages = Annotated[int | None, _gradual(metavar="N", help=_STAGES, show_default="4")]
 _TEXT = f"Text to measure the perplexity on: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file."
 # typer 0.27 would name it --TEXT
 TextOption = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from sparsellm.pipeline.recipe import Recipe
     from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
     from sparsellm.pipeline.report import Report
-    from sparsellm.studies.gradual import GradualPruning
 
 
 @options.recipe_options()
@@ -73,7 +72,7 @@ def prune(
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, recipes, output, is_main, report_to=report_to or [], mode=mode, pack=pack, gradual=None, **keywords)
+        _write(context, recipes, output, is_main, report_to=report_to or [], mode=mode, pack=pack, **keywords)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -83,9 +82,6 @@ def recover(
     output: options.Recovered,
     *,
     model: options.PrunedFrom,
-    from_sparsity: options.FromSparsity = None,
-    to_sparsity: options.ToSparsity = None,
-    stages: options.Stages = None,
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
@@ -97,7 +93,7 @@ def recover(
 ) -> None:
     """Train the weights of a pruned checkpoint, keeping its zeros.
 
-    Writes the recovered checkpoint. With --from and --to, prunes further and trains by turns.
+    Writes the recovered checkpoint.
 
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
@@ -107,13 +103,11 @@ def recover(
         check_recovery(fields := {"model": model, "pruned": pruned, **settings})
 
         from sparsellm.pipeline.block_recovery import read_recovery
-        from sparsellm.studies.gradual import read_stages
 
         recipe = read_recovery(fields)
-        gradual = read_stages(recipe, output, start=from_sparsity, to=to_sparsity, stages=stages)
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, [recipe], output, is_main, report_to=report_to or [], mode=mode, gradual=gradual, **keywords)
+        _write(context, [recipe], output, is_main, report_to=report_to or [], mode=mode, **keywords)
 
 
 def _write(
@@ -128,7 +122,6 @@ def _write(
     report_to: list[str],
     mode: Mode,
     as_json: bool,
-    gradual: GradualPruning | None,
     pack: bool = False,
 ) -> None:
     """Run one or several recipes, in one process or in those of a launcher, write the outputs, and print the results."""
@@ -139,7 +132,7 @@ def _write(
     from sparsellm.pipeline.output_folder import check_writable, is_finished
 
     check_inputs(recipes[0])
-    if is_main and gradual is None and len(recipes) == 1 and not (resume and is_finished(output)):
+    if is_main and len(recipes) == 1 and not (resume and is_finished(output)):
         check_writable(output, overwrite, recipes[0].model)
 
     from sparsellm.cli.allocator import manage_memory
@@ -148,37 +141,29 @@ def _write(
     from sparsellm.pipeline.packing import packed_outputs
     from sparsellm.pipeline.tracking import Tracked
     from sparsellm.runtime import collectives
-    from sparsellm.studies.several import (
-        check_outputs,
-        finished_runs,
-        locked_runs,
-        output_folders,
-        remove_shared_results,
-        run_each,
-    )
+    from sparsellm.studies.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
 
-    folders = gradual.runs if gradual else output_folders(output, recipes)
-    shared_folder = gradual.folder if gradual else output
+    folders = output_folders(output, recipes)
     replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
     if is_main:
-        check_outputs(output, folders, gradual, **replace)
+        check_outputs(output, folders, **replace)
         to_pack = packed_outputs(folders, resume=resume, overwrite=overwrite) if pack else {}
-    finished = collectives.broadcast_object(finished_runs(folders, gradual) if resume else [False] * len(folders))
+    finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
     if all(finished):
         if is_main:
             if len(folders) > 1:
-                remove_shared_results(shared_folder)
+                remove_shared_results(output)
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
             _pack(context, to_pack, overwrite, mode=mode, on_stderr=as_json)
         return
     with (
         Display(mode if is_main else "off", partial(in_options, context=context)) as display,
         Tracked(*(report_to if is_main else ()), observer=display) as tracked,
-        locked_runs(shared_folder, folders, combine_observers(manage_memory, display, tracked)) as runs,
+        locked_runs(output, folders, combine_observers(manage_memory, display, tracked)) as runs,
     ):
-        report = run_each(folders, runs, finished=finished, gradual=gradual, **replace)
+        report = run_each(folders, runs, finished=finished, **replace)
     if is_main:
-        _print_results([Path(output)] if gradual else folders, report, as_json)
+        _print_results(folders, report, as_json)
         _pack(context, to_pack, overwrite, mode=mode, on_stderr=as_json)
 
 

@@ -61,10 +61,6 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             figures = [_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned"))]
             rows.append([name, *figures, *(str(change) if change else "-" for change in changes)])
         show(console, text_table(head, rows))
-    if report.gradual:
-        stages, rows = report.gradual.table()
-        if rows:
-            show(console, text_table(stages, rows))
     if report.tasks:
         rows = []
         for name, results in report.tasks.items():

@@ -133,13 +133,6 @@ def _was_replaced(folder: Path) -> bool:
     return folder.is_dir() and all(path.is_dir() for path in folder.rglob("*"))
 
 
-def remove_output(output: Path) -> None:
-    """Remove an output, if it is there. It is first renamed as a replaced one, so that `recover_output` can end the removal."""
-    if output.is_dir():
-        with locked(output) as path:
-            _remove_replaced(_moved_aside(path))
-
-
 def _moved_aside(path: Path) -> Path:
     """Move a locked output to a random name, which it holds; return its new path."""
     old = aside(path)

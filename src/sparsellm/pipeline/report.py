@@ -22,7 +22,7 @@ from sparsellm.pipeline.packed_sizes import Packed
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import explain
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.pipeline.results import GradualResult, SearchResult, Totals
+from sparsellm.pipeline.results import SearchResult, Totals
 from sparsellm.pipeline.training_outcome import WHOLE_MODEL, changed_nothing, describe_recovery
 from sparsellm.pipeline.zeros_before import describe_pruning, describe_start, note_after, note_surplus
 from sparsellm.solvers.patterns import NM
@@ -115,7 +115,6 @@ class Report(Summarized):
         recovered: Result of training the whole model, if the run did.
         pruned: For a recovery, entries of the report of the pruned checkpoint.
         search: For a search, its target and the sparsities that were tried.
-        gradual: For a stage of a gradual pruning, the results of all stages so far.
         parameters: Number of stored parameters.
         zeros: Number of stored parameters that are zero.
         peak_memory_bytes: Peak host memory of this process at the end of the run; the command line resets it before each run.
@@ -143,7 +142,6 @@ class Report(Summarized):
     recovered: TrainingResult | None = None
     pruned: PrunedReport | None = None
     search: SearchResult | None = None
-    gradual: GradualResult | None = None
     parameters: Annotated[int, Field(validation_alias=AliasPath("totals", "parameters"))] = 0
     zeros: Annotated[int, Field(validation_alias=AliasPath("totals", "zeros"))] = 0
     peak_memory_bytes: int = 0
@@ -211,14 +209,12 @@ class Report(Summarized):
 
     @property
     def recovered_nothing(self) -> bool:
-        """Whether this is a recovery of which no step, of any stage, lowered a loss: the weights are as they were pruned."""
+        """Whether this is a recovery of which no step lowered a loss: the weights are as they were pruned."""
         return self.is_recovery and changed_nothing(self.trainings)
 
     @property
     def trainings(self) -> dict[str, TrainingResult]:
-        """The trainings, of the whole model or of blocks, by their names; of a gradual pruning those of all its stages."""
-        if self.gradual:
-            return {f"{stage.sparsity}, {name}": x for stage in self.gradual.stages for name, x in stage.training.items()}
+        """The trainings, of the whole model or of blocks, by their names."""
         found = {WHOLE_MODEL: self.recovered} | {f"block {block.index}": block.refined for block in self.blocks}
         return {name: training for name, training in found.items() if training is not None}
 
@@ -259,7 +255,7 @@ class Report(Summarized):
     def describe(self) -> str:
         """Describe the run in one line, as its recipe does; a recovery by what it did."""
         if isinstance(self.recipe, RecoveryRecipe):
-            return describe_recovery(self.recipe, self.trainings, self.gradual)
+            return describe_recovery(self.recipe, self.trainings)
         return describe_pruning(self.recipe, self.totals)
 
     def summary(self) -> dict[str, str]:
@@ -352,7 +348,6 @@ class Report(Summarized):
         optional = {
             "pruned": self.pruned and self.pruned.to_dict(),
             "search": self.search and asdict(self.search),
-            "gradual": self.gradual and GRADUAL.dump_python(self.gradual, mode="json", by_alias=True),
             "changed_outside": self.changed_outside,
             "dtype_changed": self.dtype_changed,
             "initial_sparsity": self.initial_sparsity,
@@ -405,9 +400,7 @@ class Report(Summarized):
             coverage=self.coverage.describe() if self.coverage else "",
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
             previous=self.pruned.recipe.to_yaml() if self.pruned else "",
-            gradual=self.gradual,
             described=self.describe(),
-            stages=self.gradual and self.gradual.table(),
         )
 
 
@@ -424,7 +417,7 @@ def _results_to_dict(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]
     return {name: {when: asdict(result) for when, result in pair.items()} for name, pair in results.items()}
 
 
-GRADUAL, REPORT_TYPE = TypeAdapter(GradualResult), TypeAdapter(Report)
+REPORT_TYPE = TypeAdapter(Report)
 
 
 def read_report(file: Path) -> tuple[Report, dict[str, Any]]:

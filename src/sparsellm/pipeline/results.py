@@ -1,21 +1,13 @@
-"""Parts of a report: totals, the points of a search, and the stages of a gradual pruning."""
+"""Parts of a report: totals, and the points of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from pydantic import Field
-
-from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
-from sparsellm.evaluation.measurements import Perplexity, plus_minus
-from sparsellm.methods import TrainingResult
 from sparsellm.solvers.patterns import Unstructured
-
-STAGE_STATES = ("pruned", "recovered")
-"""When a stage of a gradual pruning is measured."""
 
 
 @dataclass(frozen=True)
@@ -96,58 +88,3 @@ class SearchResult:
 
     target: str
     points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """A stage of a gradual pruning.
-
-    Attributes:
-        sparsity: Its sparsity, as "70%".
-        perplexity: By text, the perplexity after its pruning and after its recovery, by `STAGE_STATES`.
-        training: Its trainings by name.
-        seconds: Time of its pruning and its recovery.
-    """
-
-    sparsity: str
-    perplexity: dict[str, dict[str, Perplexity]] = field(default_factory=dict)
-    training: dict[str, TrainingResult] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class GradualResult:
-    """The stages of a gradual pruning so far.
-
-    Attributes:
-        pruned: The checkpoint that the first stage prunes.
-        digest: Digest of that checkpoint's report.
-        start: Sparsity before the first stage; in files, "from".
-        to: Sparsity of the last stage.
-    """
-
-    pruned: str
-    digest: str
-    start: Annotated[str, Field(alias="from")]
-    to: str
-    stages: tuple[StageResult, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Time of all stages."""
-        return sum(stage.seconds for stage in self.stages)
-
-    def describe(self) -> str:
-        """Describe after which prunings the model was trained, in part of a sentence."""
-        count = len(self.stages)
-        stages = "one stage" if count == 1 else f"each of {plural(count, 'stage')}"
-        return f"after {stages} of pruning from {self.start} to {self.stages[-1].sparsity}"
-
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Head and lines of a table of the perplexities of each stage, by text; no lines if none was measured."""
-        lines = [
-            [stage.sparsity, text, *(plus_minus(pair.get(state)) for state in STAGE_STATES)]
-            for stage in self.stages
-            for text, pair in stage.perplexity.items()
-        ]
-        return ["stage", "text", "pruned perplexity", "recovered perplexity"], lines

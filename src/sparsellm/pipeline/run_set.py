@@ -19,7 +19,7 @@ from sparsellm.texts.in_memory import Given
 
 
 class RunSet:
-    """Runs of one command: several sparsities, stages of a gradual pruning, cells of a sweep, or points of a search.
+    """Runs of one command: several sparsities, cells of a sweep, or points of a search.
 
     Results on the dense model are computed once, and a model or a text that is changed between two runs is an error. Who owns
     the set decides which recipe is run next, and what becomes of its result.
@@ -34,14 +34,13 @@ class RunSet:
         self.observe, self.inputs = observe, SameInputs() if inputs is None else inputs
         self._cache = None if cache is None else DenseCache(cache, observe)
 
-    def run(self, recipe: Recipe | RecoveryRecipe, *, given: Given | None = None, shares: bool = True) -> Result:
+    def run(self, recipe: Recipe | RecoveryRecipe, *, given: Given | None = None) -> Result:
         """Run a recipe without a folder: a killed run is lost.
 
         Args:
             given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
-            shares: Whether it uses the dense model's results of the other runs.
         """
-        return self._run(recipe, self._arguments(shares), given)
+        return self._run(recipe, {}, given)
 
     def run_in(
         self,
@@ -51,7 +50,6 @@ class RunSet:
         resume: bool = False,
         restart: bool = False,
         name: str | None = None,
-        shares: bool = True,
         begin: Callable[[], object] = lambda: None,
         finish: Callable[[Result], object] = lambda _: None,
     ) -> Result:
@@ -62,7 +60,6 @@ class RunSet:
             resume: As for `work_directory`.
             restart: As for `work_directory`.
             name: As in `RunArguments`.
-            shares: Whether it uses the dense model's results of the other runs.
             begin: Called once the folder is locked against other commands.
             finish: Called with the result while the work directory exists, to save it.
 
@@ -71,14 +68,12 @@ class RunSet:
         """
         with work_directory(folder, resume, restart) as work:
             begin()
-            result = self._run(recipe, self._arguments(shares) | {"work": work, "name": name})
+            result = self._run(recipe, {"work": work, "name": name})
             finish(result)
         return result
 
-    def _arguments(self, shares: bool) -> RunArguments:
-        return {"shared": self._cache if shares else None, "check": self.inputs.check}
-
-    def _run(self, recipe: Recipe | RecoveryRecipe, arguments: RunArguments, given: Given | None = None) -> Result:
+    def _run(self, recipe: Recipe | RecoveryRecipe, place: RunArguments, given: Given | None = None) -> Result:
+        arguments: RunArguments = {"shared": self._cache, "check": self.inputs.check, **place}
         if isinstance(recipe, RecoveryRecipe):
             return recover_run(recipe, self.observe, given=given, **arguments)
         return prune_run(recipe, self.observe, given=given, **arguments)

@@ -11,7 +11,6 @@ from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 
 if TYPE_CHECKING:
     from sparsellm.methods import TrainingResult
-    from sparsellm.pipeline.results import GradualResult
 
 WHOLE_MODEL = "whole model"
 """Name of the training of the whole model, beside those of blocks."""
@@ -22,23 +21,13 @@ def changed_nothing(found: Mapping[str, TrainingResult]) -> bool:
     return bool(found) and not any(training.steps for training in found.values())
 
 
-def describe_recovery(recipe: RecoveryRecipe, found: Mapping[str, TrainingResult], gradual: GradualResult | None) -> str:
-    """Describe a recovery in one line by what it did.
-
-    Args:
-        found: Its trainings by name; of a gradual pruning those of all stages.
-    """
+def describe_recovery(recipe: RecoveryRecipe, found: Mapping[str, TrainingResult]) -> str:
+    """Describe a recovery in one line by what it did, given its trainings by name."""
     if not found:
         return recipe.describe()
-    after = ""
-    if gradual:
-        recipe, after = recipe.model_copy(update={"pruned": gradual.pruned}), f", {gradual.describe()}"
     if changed_nothing(found):
         none = f"none of {recipe.describe_steps()} lowered the held-out loss"
-        return f"nothing was recovered from {PurePath(recipe.pruned).name}{after}: {none}"
-    if gradual:
-        none = ", ".join(stage.sparsity for stage in gradual.stages if changed_nothing(stage.training))
-        return recipe.describe() + after + (f"; nothing was recovered at {none}" if none else "")
+        return f"nothing was recovered from {PurePath(recipe.pruned).name}: {none}"
     unchanged = sum(not training.steps for training in found.values())
     kept = f", {unchanged} of {plural(len(found), 'block')} unchanged, since no step lowered the loss" if unchanged else ""
     return recipe.describe() + kept

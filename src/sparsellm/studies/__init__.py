@@ -1,4 +1,4 @@
-"""Several runs: sparsities, gradual pruning, search and sweeps; comparisons, figures, and the HTML report.
+"""Several runs: sparsities, search and sweeps; comparisons, figures, and the HTML report.
 
 Imports every folder but `cli`.
 """

@@ -14,30 +14,24 @@ from sparsellm.pipeline.own_method import ObjectRecipe
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import fields_of_others
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.pipeline.results import GradualResult
 from sparsellm.studies.sweep_cells import Cell, Published, Sweep
 
 
-def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: GradualResult | None = None) -> str:
+def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
     """The command line that gives a recipe, quoted for a POSIX shell, with each option on a line of its own.
 
     For a method that is an object, the call in Python.
 
     Args:
         output: Folder that the command writes.
-        gradual: The stages of which the recipe is the last.
     """
     if isinstance(recipe, ObjectRecipe):
         fields = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"model", "method"})
         settings = "".join(f", {name}={value!r}" for name, value in fields.items())
         call = f"sparsellm.prune({recipe.model!r}, method={recipe.method}(){settings})"
         return f"# in Python, with the {recipe.method} of this run\n{call}.save_pretrained({output!r})"
-    stages: list[list[str]] = []
-    if gradual:
-        recipe = recipe.model_copy(update={"pruned": gradual.pruned})
-        stages = [["--from", gradual.start], ["--to", gradual.to], ["--stages", str(len(gradual.stages))]]
     lines = [["sparsellm", recipe.command, getattr(recipe, recipe.argument), output]]
-    lines += [[_option(option), getattr(recipe, name)] for name, option in recipe.renamed.items()] + stages
+    lines += [[_option(option), getattr(recipe, name)] for name, option in recipe.renamed.items()]
     elsewhere = {recipe.argument, *recipe.renamed, *recipe.inherited}
     for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere).items():
         option = _option(name)

@@ -233,7 +233,7 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         + (f" {report.packing.describe()}" if report.packing else ""),
         remarks=[f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
         notes=report.notes,
-        tables=tables | _stages(report) | (speed_tables(bench) if bench else {}),
+        tables=tables | (speed_tables(bench) if bench else {}),
         legend=" ".join(error_legend(figures.values())) if measured else "",
         plots=run_plots(report) + ([speed_plot(bench)] if bench else []),
         samples={"": _named(report)} if report.samples else {},
@@ -246,18 +246,12 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
             ]
             for x in report.layers
         ],
-        command=run_command(recipe, f"{name}-again", report.gradual),
+        command=run_command(recipe, f"{name}-again"),
         inputs=_input_names(recipe),
         file="recipe.yaml",
         settings=recipe.to_yaml(),
         environment=report.environment,
     )
-
-
-def _stages(report: Report) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """The table of the stages of a gradual pruning."""
-    head, lines = report.gradual.table() if report.gradual else ([], [])
-    return {"Stages": (head, lines)} if lines else {}
 
 
 def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:

@@ -174,8 +174,6 @@ def where_time_went(report: Report) -> Plot | None:
     peak = report.peak_memory_bytes
     memory = f" Peak memory of the process: {peak / 2**30:.2f} GiB." if peak else ""
     text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}"
-    if report.gradual:
-        text = f"All stages took {report.gradual.seconds:.1f} seconds. In the recovery of the last: {text}"
     figure = bar_figure([name for name, _ in stages], [seconds for _, seconds in stages])
     return Plot("time", "Time and memory", text, ["stage", "seconds", "share"], rows, figure)
 
@@ -186,12 +184,6 @@ def training_curves(report: Report) -> Plot | None:
 
     trainings: dict[str, TrainingResult] = {WHOLE_MODEL: report.recovered} if report.recovered else {}
     trainings |= {f"block {block.index}": block.refined for block in report.blocks if block.refined}
-    if report.gradual:
-        trainings = {
-            f"{stage.sparsity}, {name}": training
-            for stage in report.gradual.stages
-            for name, training in stage.training.items()
-        }
     trainings = {name: training for name, training in trainings.items() if len(training.curve) > 1}
     if not trainings:
         return None
@@ -203,7 +195,6 @@ def training_curves(report: Report) -> Plot | None:
     unchanged = [name for name, x in trainings.items() if not x.steps]
     ratios = [x.after / x.before for x in trainings.values() if x.before]
     of = "the whole model" if report.recovered else plural(len(report.blocks), "block")
-    of += f" in {plural(len(report.gradual.stages), 'stage')}" if report.gradual else ""
     text = (
         f"Training of {of}: the held-out loss of the state that was kept is{' on average' if len(ratios) > 1 else ''} "
         f"{sum(ratios) / max(len(ratios), 1):.3g} times the one before."

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from sparsellm.errors import CannotResume, OutputExists
 from sparsellm.pipeline.events import WRITING, NextRun, Observer, Stage
@@ -21,7 +20,6 @@ from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result, check_output
 from sparsellm.runtime import collectives
-from sparsellm.studies.gradual import GradualPruning
 from sparsellm.texts.paths import local_path
 
 Folders = Mapping[Path, Recipe | RecoveryRecipe]
@@ -39,25 +37,11 @@ def output_folders(output: str | Path, recipes: Sequence[Recipe | RecoveryRecipe
     }
 
 
-def finished_runs(folders: Folders, gradual: GradualPruning | None = None) -> list[bool]:
-    """Whether each run need not be repeated; of a gradual pruning also an unwritten one before a finished stage."""
-    return gradual.finished() if gradual else [is_finished(folder) for folder in folders]
-
-
-def check_outputs(
-    output: str | Path,
-    folders: Folders,
-    gradual: GradualPruning | None = None,
-    *,
-    resume: bool,
-    restart: bool,
-    overwrite: bool,
-) -> None:
+def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart: bool, overwrite: bool) -> None:
     """Check that the outputs can be written.
 
     Args:
         output: The output, or the folder that holds several. That one may hold other folders, but no files.
-        gradual: The gradual pruning that the runs belong to, which checks its own outputs.
         resume: Outputs that are finished are kept.
         restart: Outputs of an unfinished command for several are replaced.
         overwrite: Outputs of earlier runs are replaced.
@@ -68,9 +52,6 @@ def check_outputs(
             was made with other settings, or from files that were changed since.
         InvalidSetting: As `check_output`.
     """
-    if gradual:
-        gradual.check(resume=resume, restart=restart, overwrite=overwrite)
-        return
     if len(folders) > 1:
         path = local_path(output)
         refuse_links(path, path / WORK)
@@ -106,7 +87,6 @@ def run_each(
     resume: bool,
     restart: bool,
     overwrite: bool,
-    gradual: GradualPruning | None = None,
 ) -> Report:
     """Run recipes one after the other, and write their outputs.
 
@@ -115,7 +95,6 @@ def run_each(
         resume: As for `work_directory`.
         restart: As for `work_directory`, and outputs are replaced if there are several.
         overwrite: Replace outputs.
-        gradual: The gradual pruning that the runs belong to.
 
     Returns:
         The report of the last run.
@@ -131,10 +110,8 @@ def run_each(
             continue
         if len(folders) > 1:
             label = recipe.size_label if isinstance(recipe, Recipe) else ""
-            label = str(gradual.sparsities[number // 2]) if gradual else label  # a stage has two runs
-            alike = not gradual and not any(finished[number:])  # stages prune and train by turns
-            runs.observe(NextRun(number + 1, len(folders), label, alike))
-        report = _run_into(folder, recipe, runs, several=len(folders) > 1, gradual=gradual, **replace)
+            runs.observe(NextRun(number + 1, len(folders), label, alike=not any(finished[number:])))
+        report = _run_into(folder, recipe, runs, several=len(folders) > 1, **replace)
     return report
 
 
@@ -144,29 +121,21 @@ def _run_into(
     runs: RunSet,
     *,
     several: bool,
-    gradual: GradualPruning | None,
     overwrite: bool,
     resume: bool,
     restart: bool,
 ) -> Report:
-    """Run a recipe and write its output; its report has the stages of the gradual pruning that it belongs to, if any."""
-    # The pruning runs of stages have different inputs each, so their results serve no other run.
-    shares = not (gradual and isinstance(recipe, Recipe))
-    name = f"{folder.parent.name}, {recipe.size_label}" if several and shares and isinstance(recipe, Recipe) else None
+    """Run a recipe and write its output."""
+    name = f"{folder.parent.name}, {recipe.size_label}" if several and isinstance(recipe, Recipe) else None
 
     def check() -> None:  # another command may have finished it since this one checked it
         collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))
 
     def save(result: Result) -> None:
-        if gradual and collectives.is_main():
-            gradual.record(folder, result.report)
         runs.observe(Stage(WRITING))
         result.save_pretrained(folder, overwrite)
 
-    place: dict[str, Any] = {"resume": resume, "restart": restart, "name": name, "shares": shares}
-    report = runs.run_in(folder, recipe, begin=check, finish=save, **place).report
-    if gradual and collectives.is_main():
-        gradual.remove_input(folder)
+    report = runs.run_in(folder, recipe, resume=resume, restart=restart, name=name, begin=check, finish=save).report
     gc.collect()  # frees the model
     return report
 
@@ -175,24 +144,19 @@ def _run_into(
 def locked_runs(output: str | Path, folders: Collection[Path], observe: Observer) -> Iterator[RunSet]:
     """The runs that write these folders. Several share the dense model's results, in a work folder in `output`.
 
-    For several, `output` is locked for all of the time, and so is the folder of the last run where it lies elsewhere, as that
-    of a gradual pruning does: another command cannot take it while the runs before are at work. The shared results are removed
-    at the end. After an error they are kept if any output is begun, with a note on the error that says how to resume.
+    For several, `output` is locked for all of the time, and the shared results are removed at the end. After an error they are
+    kept if any output is begun, with a note on the error that says how to resume.
 
     Raises:
-        CannotResume: Another process is working on one of the two folders.
+        CannotResume: Another process is working on `output`.
     """
     if len(folders) == 1:
         yield RunSet(observe)
         return
     work = local_path(output) / WORK
-    with ExitStack() as locks:
-        if collectives.is_main():
-            path = locks.enter_context(locked(output))
-            if local_path(output) in (last := local_path(list(folders)[-1])).parents:
-                _check_no_files(path, len(folders))  # another command may have finished an output there meanwhile
-            else:
-                locks.enter_context(locked(last))
+    with locked(output) if collectives.is_main() else nullcontext() as path:
+        if path is not None:
+            _check_no_files(path, len(folders))  # another command may have finished an output there meanwhile
         try:
             yield RunSet(observe, work / "dense")
         except BaseException as error:
@@ -200,21 +164,14 @@ def locked_runs(output: str | Path, folders: Collection[Path], observe: Observer
                 _clean_up(work, folders, error)
             raise
         if collectives.is_main():
-            _remove_work(work)
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def remove_shared_results(output: str | Path) -> None:
     """Remove what several finished runs shared: the process that ran the last one may have been killed before it did."""
     work = local_path(output) / WORK
     with locked(output) if work.exists() else nullcontext():
-        _remove_work(work)
-
-
-def _remove_work(work: Path) -> None:
-    """Remove a work folder, and its parent if it is empty, as the folder of the stages before the last of one stage is."""
-    shutil.rmtree(work, ignore_errors=True)
-    with suppress(OSError):
-        work.parent.rmdir()
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _clean_up(work: Path, folders: Collection[Path], error: BaseException) -> None:

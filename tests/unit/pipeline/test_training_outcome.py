@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import pytest
-from rich.console import Console
-
-from sparsellm.cli.result_text import print_summary
 from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.results import STAGE_STATES, GradualResult, StageResult
 from sparsellm.pipeline.training_outcome import describe_losses, why_not_recovered, why_unchanged
 from sparsellm.studies.compare import ComparedRun
-from sparsellm.studies.measures import capitalized
-from sparsellm.studies.page import verdict
-from tests.made_up import perplexity
 
 UNTRAINED = TrainingResult(0.0, 0.0, 0, "not refined: there is only one group of sequences, and none can be held out")
 
@@ -50,13 +40,16 @@ def test_a_recovery_is_described_by_what_it_did(tmp_path: Path) -> None:
     """0.029 before 30 steps and 0.054 at best after them is no recovery, of the whole model and of blocks."""
     recipe = recovery(tmp_path)
     steps = "30 gradient steps over the whole model"
-    assert report_of(recipe, recovered=FALLEN).describe() == f"recovered from p50 by {steps}"
+    report = report_of(recipe, recovered=FALLEN)
+    assert report.describe() == f"recovered from p50 by {steps}"
+    assert report.summary()["model"].startswith("m, pruned and recovered from p50 by")
+    assert ComparedRun("out", report, None).method == "recovered"
     none = f"nothing was recovered from p50: none of {steps} lowered the held-out loss"
     for result in (RISEN, UNTRAINED):
         report = report_of(recipe, recovered=result)
         assert report.describe() == none
         assert report.summary()["model"] == f"m, pruned; {none}"
-    assert report_of(recipe, recovered=FALLEN).summary()["model"].startswith("m, pruned and recovered from p50 by")
+        assert ComparedRun("out", report, None).method == "nothing recovered"
     blocks = recovery(tmp_path, scope="block")
     said = report_of(blocks, RISEN, RISEN).describe()
     assert said == "nothing was recovered from p50: none of 30 gradient steps over each block lowered the held-out loss"
@@ -86,54 +79,3 @@ def test_the_reason_comes_with_the_option_to_change(tmp_path: Path) -> None:
         recovery(tmp_path, steps=None), trained(0.02, 0.03, steps=1200)
     )
     assert why_unchanged(RISEN).endswith("unchanged. Use more `samples`")
-
-
-def gradual(tmp_path: Path, *steps: int, **settings: Any) -> Report:
-    """A report of stages of a gradual pruning, whose trainings kept the state after these steps."""
-    measured = {"demo": {state: perplexity(9.0, 0.5) for state in STAGE_STATES}}
-    stages = [
-        StageResult(f"{number}0%", measured, {"whole model": TrainingResult(0.1, 0.1, kept)})
-        for number, kept in enumerate(steps, 6)
-    ]
-    last = report_of(recovery(tmp_path, **settings), recovered=TrainingResult(0.1, 0.1, steps[-1]))
-    last.environment, last.seconds = {"sparsellm": "1"}, {"total": 1.0}
-    last.gradual = GradualResult("p40", "0", "40%", "80%", tuple(stages))
-    return last
-
-
-@pytest.mark.parametrize(
-    ("steps", "said"),
-    [
-        ((12, 12), "recovered from p40 by {}, after each of 2 stages of pruning from 40% to 70%"),
-        ((12, 0), "recovered from p40 by {}, after each of 2 stages of pruning from 40% to 70%; nothing was recovered at 70%"),
-        ((0, 12), "recovered from p40 by {}, after each of 2 stages of pruning from 40% to 70%; nothing was recovered at 60%"),
-        (
-            (0, 0),
-            "nothing was recovered from p40, after each of 2 stages of pruning from 40% to 70%: "
-            "none of {} lowered the held-out loss",
-        ),
-        (
-            (0,),
-            "nothing was recovered from p40, after one stage of pruning from 40% to 60%: none of {} lowered the held-out loss",
-        ),
-    ],
-)
-def test_a_gradual_pruning_is_described_by_what_its_stages_did(steps: tuple[int, ...], said: str, tmp_path: Path) -> None:
-    """It recovered nothing where none of its stages did, not where only the last one did not, and so say all who tell it."""
-    report = gradual(tmp_path, *steps)
-    said = said.format("30 gradient steps over the whole model")
-    assert report.describe() == said
-    nothing = not any(steps)
-    assert report.recovered_nothing == nothing
-    assert report.summary()["model"] == f"m, {'pruned; ' if nothing else 'pruned and '}{said}"
-    console = Console(file=StringIO(), width=1000)
-    print_summary(console, report, "out")
-    assert console.file.getvalue().startswith(f"m: {capitalized(said) if nothing else said}\n")
-    card = report.to_markdown()
-    assert said in card
-    assert "| 60% | demo | 9.0" in card
-    assert "which was recovered" not in card
-    saved = Report.from_dict(json.loads(report.to_json()))
-    assert ("nothing was recovered" in verdict(saved, verified=True)) == nothing
-    assert str(saved).startswith(f"model: m, {'pruned; nothing was recovered' if nothing else 'pruned and recovered'}")
-    assert ComparedRun("out", saved, None).method == ("nothing recovered" if nothing else "recovered")
