@@ -143,7 +143,7 @@ def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dic
     totals = {"pruned_layers": 0, "sparsity_of_pruned_layers": 0.0, "parameters": count, "zeros": zeros}
     return {
         "format": 1,
-        "recipe": {"model": PurePath(source.name).name},
+        "recipe": {"model": PurePath(source.name).name, "method": "magnitude", "sparsity": "0%"},
         "environment": {"sparsellm": __version__},
         "calibration": "",
         "totals": totals | {"sparsity_of_model": zeros / max(count, 1)},
