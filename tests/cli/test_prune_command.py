@@ -278,9 +278,9 @@ def test_few_tokens_are_told(tiny: dict[str, Path], text_file: Path, tmp_path: P
     ran = command("prune", tiny["opt"], out, *words)
     assert ran.exit_code == 0, ran.stderr
     assert "0.25 for each of the 64 inputs" in ran.stderr.replace("\n", " ")
-    assert any("from 80 samples" in note for note in report_of(out)["notes"])
+    assert any("use 80 samples" in note for note in report_of(out)["notes"])
     planned = command("plan", tiny["opt"], *words)
-    assert "from 80 samples" in (planned.stdout + planned.stderr).replace("\n", " ")
+    assert "use 80 samples" in (planned.stdout + planned.stderr).replace("\n", " ")
 
 
 def test_recipe_file_may_name_the_model(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:

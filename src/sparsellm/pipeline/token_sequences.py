@@ -26,7 +26,7 @@ from sparsellm.texts.tokenized import twice_notes
 Value = TypeVar("Value")
 
 ENOUGH_TOKENS = 20
-"""Number of calibration tokens for each input of a layer from which more of them gain little (`benchmarks/tokens.py`)."""
+"""Number of calibration tokens for each input of a layer below which a note asks for more (`benchmarks/tokens.py`)."""
 
 USUAL_LENGTH = 2048
 """Tokens per sequence where the model allows it, as in the papers."""
@@ -169,9 +169,9 @@ def tokens_note(windows: Tensor, inputs: int) -> str:
     different, samples = count_contexts(windows), len(windows)
     if different >= ENOUGH_TOKENS * inputs:
         return ""
-    advice = f"from {-(-ENOUGH_TOKENS * inputs * samples // different):,} samples of this length on they do not"
+    advice = f"use {-(-ENOUGH_TOKENS * inputs * samples // different):,} samples of this length"
     if different < count_tokens(windows) / REPEATED:
-        advice = "the text repeats itself, so take another one"
+        advice = "use another text, since this one repeats itself"
     return (
         f"{different:,} different calibration tokens are {different / inputs:.2g} for each of the {inputs:,} inputs of the "
         f"widest layer, and limit the quality: {advice}"
