@@ -23,7 +23,7 @@ LINES = {
     "formats": 2_729,
     "methods": 2_233,
     "models": 2_309,
-    "pipeline": 11_961,
+    "pipeline": 11_962,
     "runtime": 1_470,
     "solvers": 2_516,
     "studies": 3_994,

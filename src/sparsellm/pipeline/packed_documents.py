@@ -24,6 +24,7 @@ from sparsellm.pipeline.output_folder import ANEW, REPORT
 from sparsellm.pipeline.outputs import read_finished
 from sparsellm.pipeline.packed_sizes import MatrixSize
 from sparsellm.pipeline.report_differences import raise_if_any, tensor_differences
+from sparsellm.texts.json_files import FORMAT
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dic
     count = sum(digest.numel for digest in (digests or {}).values())
     totals = {"pruned_layers": 0, "sparsity_of_pruned_layers": 0.0, "parameters": count, "zeros": zeros}
     return {
-        "format": 1,
+        "format": FORMAT,
         "recipe": {"model": PurePath(source.name).name, "method": "magnitude", "sparsity": "0%"},
         "environment": {"sparsellm": __version__},
         "calibration": "",

@@ -121,14 +121,14 @@ def prepare_pruning(
     if issubclass(method.needs, Gram):
         blocks = blocks_and_head(opened.skeleton, plan)
         widths = [block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan]
-        if note := tokens_note(windows, max(widths)):
+        different = count_contexts(windows)
+        if note := tokens_note(windows, different, max(widths)):
             add_note(note, report, observer)
-        if isinstance(method, SparseLLM) and not recipe.rounds and count_contexts(windows) < MIN_TOKENS * max(widths):
-            method = LayerWise(Magnitude(), method.keep_zeros)
+        if isinstance(method, SparseLLM) and not recipe.rounds and different < MIN_TOKENS * max(widths):
+            method, text = LayerWise(Magnitude(), method.keep_zeros), "the smallest weights of each layer are removed"
             if recipe.allocation_rule in RULES[1:]:
-                recipe = recipe.model_copy(update={"allocation": RULES[0]})
-            text = "too few tokens to tell inputs apart: every layer loses the same fraction of its weights, the smallest ones"
-            add_note(text, report, observer)
+                recipe, text = recipe.model_copy(update={"allocation": RULES[0]}), f"{text}, the same fraction of each"
+            add_note(f"too few tokens to tell inputs apart: {text}", report, observer)
     batch = _batch_size(recipe, windows, length=length, observer=observer)
     training = ModelTraining(recipe.model_steps, rounded=recipe.rounds, batch_size=recipe.batch_size)
     if training.steps:

@@ -74,7 +74,7 @@ def prune_run(
             run.measure("dense", loaded)
             loaded = run.in_batches(loaded, partial(_prune, run))
             report.add_changes(changed_before(ready.source.folder))
-            for text in report.pruning_warnings(getattr(getattr(method, "solver", None), "damping", None)):
+            for text in report.pruning_warnings(getattr(getattr(ready.method, "solver", None), "damping", None)):
                 add_note(text, report, observer)
             with run.noting_not_measured():
                 run.measure("pruned", loaded)

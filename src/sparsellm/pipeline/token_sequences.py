@@ -18,7 +18,7 @@ from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.runtime.memory import available
 from sparsellm.texts.in_memory import SOURCE, Given, read_in_memory
-from sparsellm.texts.padding import PADDING, count_contexts, count_tokens, sequence_lengths
+from sparsellm.texts.padding import PADDING, count_tokens, sequence_lengths
 from sparsellm.texts.samples import REPEATED, Sequences, calibration_windows, test_windows
 from sparsellm.texts.texts import Text, TextUse, read_text
 from sparsellm.texts.tokenized import twice_notes
@@ -160,16 +160,16 @@ def check_tokens(opened: OpenedModel, *windows: Tensor) -> None:
         )
 
 
-def tokens_note(windows: Tensor, inputs: int) -> str:
+def tokens_note(windows: Tensor, different: int, inputs: int) -> str:
     """A note where the calibration tokens limit the quality of layers with so many inputs; empty where they do not.
 
     Args:
         windows: Calibration sequences, (samples, longest).
+        different: Their `count_contexts`.
     """
-    different, samples = count_contexts(windows), len(windows)
     if different >= ENOUGH_TOKENS * inputs:
         return ""
-    advice = f"use {-(-ENOUGH_TOKENS * inputs * samples // different):,} samples of this length"
+    advice = f"use {-(-ENOUGH_TOKENS * inputs * len(windows) // different):,} samples of this length"
     if different < count_tokens(windows) / REPEATED:
         advice = "use another text, since this one repeats itself"
     return (

@@ -30,7 +30,7 @@ from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result, check_output
 from sparsellm.pipeline.wording import worded
 from sparsellm.studies.sweep_cells import Cell, Sweep
-from sparsellm.texts.json_files import durable, read_record, strict_json
+from sparsellm.texts.json_files import FORMAT, durable, read_record, strict_json
 
 CELLS = "cells"
 """Subfolder of a sweep with a folder for each cell."""
@@ -293,4 +293,4 @@ def _open(folder: Path, sweep: Sweep) -> None:
     if sweep.smoke != (saved_sweep(folder).smoke if is_sweep(folder) else sweep.smoke):
         raise InvalidSetting(f"{folder} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    durable(folder / SWEEP, (strict_json({"format": 1} | sweep.model_dump(mode="json")) + "\n").encode())
+    durable(folder / SWEEP, (strict_json({"format": FORMAT} | sweep.model_dump(mode="json")) + "\n").encode())
