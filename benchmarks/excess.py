@@ -1,9 +1,8 @@
-"""How much log-perplexity pruning costs, by method, ingredient, amount of calibration text, and text: docs/results.md.
+"""How much log-perplexity pruning costs, by method, ingredient and text: docs/results.md.
 
     python benchmarks/excess.py measure demo:opt                              # the main table of one model
     python benchmarks/excess.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
     python benchmarks/excess.py measure demo:opt --suite ingredients --patterns 80% --seeds 0
-    python benchmarks/excess.py measure demo:opt --suite windows --patterns 80% --seeds 0 1 2
     python benchmarks/excess.py measure PATH/wt2-llama --calibrate c4.jsonl --test test.txt --patterns 80%
     python benchmarks/excess.py tables                                        # what was measured, as Markdown
 
@@ -29,7 +28,7 @@ from statistics import mean, stdev
 
 import torch
 from forms import EFFORTS, INGREDIENTS, MAIN, SUITES
-from measuring import CUT, MEASURED, markdown_table, processor
+from measuring import CUT, MEASURED, add_measure, markdown_table, processor
 from results import split_stories
 
 from sparsellm.checkpoints.loading import open_checkpoint
@@ -45,8 +44,6 @@ PATTERNS = ("60%", "70%", "80%", "90%", "2:4", "3:4")
 SEEDS = (0, 1, 2)
 SAMPLES, LENGTH, WINDOWS = 128, 256, 200
 
-COUNTS = (8, 16, 32, 64, 128)
-
 
 def measure_model(words: argparse.Namespace) -> None:
     """Fill the model's file of figures, cell by cell."""
@@ -60,31 +57,29 @@ def measure_model(words: argparse.Namespace) -> None:
         dense = measured(source.load(), tests)
         text = Path(words.calibrate).stem
         _record(name, "dense", {"perplexity": dense.value, "standard_error": dense.standard_error, "windows": len(tests)})
-        counts = COUNTS if words.suite == "windows" else (SAMPLES,)
         suite = {label: change for label, change in SUITES[words.suite].items() if change is not None}
         chosen = {label: change for label, change in suite.items() if label in (words.only or suite)}
         for seed in words.seeds:
             for pattern in words.patterns:
                 for label, change in chosen.items():
-                    for samples in counts:
-                        key = f"{label} | {pattern} | {seed} | {samples} | {text}"
-                        if key in known(name):
-                            continue
-                        if change.get("allocation") in ("owl", "fisher") and ":" in pattern:
-                            continue
-                        settings = {
-                            "model": words.model,
-                            "calibration": calibrate,
-                            "samples": samples,
-                            "sequence_length": LENGTH,
-                        } | CUT
-                        clock = Clock()
-                        result = prune_run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}), clock)
-                        seconds = clock.seconds()
-                        found = measured(result.model, tests)
-                        cell = {"excess": math.log(found.value / dense.value), "perplexity": found.value}
-                        _record(name, key, cell | {"seconds": round(seconds, 1)})
-                        print(f"{name:18} {key:70} {cell['excess']:8.4f} {seconds:7.1f} s", file=sys.stderr, flush=True)
+                    key = f"{label} | {pattern} | {seed} | {SAMPLES} | {text}"
+                    if key in known(name):
+                        continue
+                    if change.get("allocation") in ("owl", "fisher") and ":" in pattern:
+                        continue
+                    settings = {
+                        "model": words.model,
+                        "calibration": calibrate,
+                        "samples": SAMPLES,
+                        "sequence_length": LENGTH,
+                    } | CUT
+                    clock = Clock()
+                    result = prune_run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}), clock)
+                    seconds = clock.seconds()
+                    found = measured(result.model, tests)
+                    cell = {"excess": math.log(found.value / dense.value), "perplexity": found.value}
+                    _record(name, key, cell | {"seconds": round(seconds, 1)})
+                    print(f"{name:18} {key:70} {cell['excess']:8.4f} {seconds:7.1f} s", file=sys.stderr, flush=True)
 
 
 class Clock:
@@ -180,13 +175,6 @@ def ingredients_table(data: dict) -> list[str]:
     return markdown_table(["", *chain(*((p, "seconds") for p in patterns))], rows) if rows else []
 
 
-def windows_table(data: dict) -> list[str]:
-    """Excess by the number of calibration windows."""
-    labels = [(label, p) for p in PATTERNS for label in SUITES["windows"] if by_seed(data, label, p, COUNTS[0])]
-    rows = [[f"{label}, {p}", *(summary(by_seed(data, label, p, count)) for count in COUNTS)] for label, p in labels]
-    return markdown_table(["", *map(str, COUNTS)], rows) if rows else []
-
-
 def other_texts_table(data: dict) -> list[str]:
     """Excess when calibrated on one text and measured on another."""
     lines: list[str] = []
@@ -266,7 +254,6 @@ def tables() -> list[str]:
         lines += [f"### {title}", "", f"Dense: {data['dense']['perplexity']:.2f}.", "", *main_table(data), ""]
         rest = {
             "Ingredients": ingredients_table(data),
-            "Calibration windows": windows_table(data),
             "Another text": other_texts_table(data),
         }
         for name, some in rest.items():
@@ -277,14 +264,9 @@ def tables() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("model")
-    measuring.add_argument("--calibrate", default="demo")
-    measuring.add_argument("--test", default="demo")
+    measuring = add_measure(commands, PATTERNS, SEEDS)
     measuring.add_argument("--suite", choices=SUITES, default="main")
     measuring.add_argument("--only", nargs="+", help="methods of the suite; all by default")
-    measuring.add_argument("--patterns", nargs="+", default=PATTERNS)
-    measuring.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     commands.add_parser("tables")
     words = parser.parse_args()
     if words.command == "tables":

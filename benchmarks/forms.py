@@ -82,5 +82,4 @@ SUITES: dict[str, dict[str, dict | None]] = {
     "main": MAIN,
     "efforts": EFFORTS,
     "ingredients": INGREDIENTS,
-    "windows": {label: MAIN[label] for label in ("SparseGPT", "sparsellm, shared out by error", "sparsellm")},
 }

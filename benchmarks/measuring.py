@@ -70,6 +70,17 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
     return [f"| {' | '.join(head)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
+def add_measure(commands: Any, patterns: Sequence[str], seeds: Sequence[int]) -> argparse.ArgumentParser:
+    """The command `measure MODEL` of a script, with the texts, patterns and seeds."""
+    parser: argparse.ArgumentParser = commands.add_parser("measure")
+    parser.add_argument("model")
+    parser.add_argument("--calibrate", default="demo")
+    parser.add_argument("--test", default="demo")
+    parser.add_argument("--patterns", nargs="+", default=patterns)
+    parser.add_argument("--seeds", nargs="+", type=int, default=seeds)
+    return parser
+
+
 def measure_or_show(description: str | None, measure: Callable[[], None], table: Callable[[], list[str]]) -> None:
     """Run a script with the commands `measure` and `table`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
 from matplotlib.ticker import FuncFormatter, LogLocator
-from measuring import CUT, MEASURED, markdown_table, read_figures, record
+from measuring import CUT, MEASURED, add_measure, markdown_table, read_figures, record
 from quality import svg_of
 
 from sparsellm.checkpoints.loading import open_checkpoint
@@ -32,11 +31,11 @@ from sparsellm.texts.texts import read_text
 
 COUNTS, LENGTH, WINDOWS = (4, 8, 16, 32, 64, 128, 256), 256, 200
 PATTERNS = ("50%", "80%", "50% uniform", "80% uniform", "2:4")
-CHARTED = "2:4"
+CHARTED, SEEDS = "2:4", (0, 1, 2)
 RIVALS = {"SparseGPT": {"method": "sparsegpt"}, "ALPS": {"method": "alps"}}
 OURS = {"fast": {"method": "sparsellm", "effort": "fast"}, "default": {"method": "sparsellm"}}
 
-Cells = dict[str, dict[str, float]]
+Cells = dict[str, float]
 
 
 def settings_of(method: str, pattern: str) -> dict[str, object] | None:
@@ -63,19 +62,16 @@ def measure(words: argparse.Namespace) -> None:
         if settings is None or key in read_figures(file):
             continue
         drawn = {"calibration": words.calibrate, "samples": count, "sequence_length": LENGTH, "seed": seed} | CUT
-        started = time.process_time()
         result = prune_run(read_recipe(settings | drawn | {"model": words.model}), lambda event: None)
-        seconds = time.process_time() - started
-        excess = math.log(measured(result.model, tests).value / dense)
-        record(file, key, {"excess": round(excess, 5), "seconds": round(seconds, 1)})
+        record(file, key, round(math.log(measured(result.model, tests).value / dense), 5))
 
 
 def excesses(cells: Cells, method: str, pattern: str, count: int) -> dict[int, float]:
     """The excess by seed; of SparseGPT and ALPS, which share no sparsity out, with uniform sparsity."""
     if method in RIVALS and pattern in ("50%", "80%"):
         pattern = f"{pattern} uniform"
-    found = {seed: cells.get(key_of(method, pattern, count, seed)) for seed in range(10)}
-    return {seed: cell["excess"] for seed, cell in found.items() if cell}
+    keys = {seed: key_of(method, pattern, count, seed) for seed in range(10)}
+    return {seed: cells[key] for seed, key in keys.items() if key in cells}
 
 
 def difference(one: dict[int, float], other: dict[int, float]) -> tuple[float, float]:
@@ -164,14 +160,9 @@ def chart() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("model")
-    measuring.add_argument("--calibrate", default="demo")
-    measuring.add_argument("--test", default="demo")
+    measuring = add_measure(commands, PATTERNS, SEEDS)
     measuring.add_argument("--methods", nargs="+", default=[*RIVALS, *OURS])
-    measuring.add_argument("--patterns", nargs="+", default=PATTERNS)
     measuring.add_argument("--counts", nargs="+", type=int, default=COUNTS)
-    measuring.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     measuring.add_argument("--folder", type=Path, default=MEASURED)
     commands.add_parser("table")
     commands.add_parser("compare").add_argument("folder", type=Path)
