@@ -25,7 +25,7 @@ LINES = {
     "models": 2_309,
     "pipeline": 11_962,
     "runtime": 1_470,
-    "solvers": 2_516,
+    "solvers": 2_530,
     "studies": 3_994,
     "texts": 2_610,
     "training": 1_640,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -179,8 +181,13 @@ def invert_triangular_(upper: Tensor) -> Tensor:
 
 def dot_float64(one: Tensor, other: Tensor) -> float:
     """The inner product of two tensors, accumulated in float64, because errors are small differences of large sums."""
+    return float(inner_float64(one, other))
+
+
+def inner_float64(one: Tensor, other: Tensor) -> Tensor:
+    """`dot_float64` as a float64 tensor, (), which does not wait for the device."""
     parts = devices.row_chunks(one.flatten(1), other.flatten(1))
-    return float(sum((devices.full_precision(x) * devices.full_precision(y)).sum() for x, y in parts))
+    return reduce(torch.add, ((devices.full_precision(x) * devices.full_precision(y)).sum() for x, y in parts))
 
 
 def eigh(matrix: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:

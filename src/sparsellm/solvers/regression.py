@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsellm.errors import SingularGram
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.linalg import add_diagonal, cholesky_, dot_float64, quadratic_form
+from sparsellm.solvers.linalg import add_diagonal, cholesky_, dot_float64, inner_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import CrossMoment, Gram
 
@@ -57,12 +57,19 @@ class Regression(ABC):
         gram = self._gram.view.to(prior.dtype)
         # Solving for the correction W* - W0 returns exactly W0 if t = W0 x, whatever the rounding of the solve.
         residual = self._cross.to(prior.dtype) - matmul(prior, gram)
-        left = self.power - dot_float64(self._cross, prior) - dot_float64(residual, prior)  # E‖t - W0 x‖²
         scale = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.inf).rsqrt()  # to inputs of variance 1; 0 for dead ones
-        size = {"features": int(scale.count_nonzero()), "tokens": max(self.inputs.tokens, 1)}
-        squares = _squares((gram * scale).mul_(scale.unsqueeze(1)))
-        is_rounding = left <= RESOLUTION * self.power
-        ridge = 0.0 if is_rounding else moment_ridge(_squares(residual * scale), left, squares, **size)
+        matched, more, moments, squares, features = devices.to_python(  # at once, since each reading waits for the device
+            [
+                inner_float64(self._cross, prior),
+                inner_float64(residual, prior),
+                _squares(residual * scale),
+                _squares((gram * scale).mul_(scale.unsqueeze(1))),
+                _squares((scale > 0).to(gram.dtype).unsqueeze(0)),
+            ]
+        )
+        power, size = self.power, {"features": round(features), "tokens": max(self.inputs.tokens, 1)}
+        left = power - matched - more  # E‖t - W0 x‖²
+        ridge = moment_ridge(moments, left, squares, **size) if left > RESOLUTION * power else 0.0
         target = torch.cholesky_solve(residual.T, _factor(gram, ridge)).T.add_(prior)
         return LayerProblem(target, self._gram, curvature, shrinkage=correlation_shrinkage(squares, **size))
 
@@ -138,9 +145,9 @@ def _factor(gram: Tensor, ridge: float) -> Tensor:
             floor *= 10
 
 
-def _squares(matrix: Tensor) -> float:
-    """The sum of the squares of all entries, in float64."""
-    return dot_float64(matrix, matrix)
+def _squares(matrix: Tensor) -> Tensor:
+    """The sum of the squares of all entries, in float64, ()."""
+    return inner_float64(matrix, matrix)
 
 
 def correlation_shrinkage(squares: float, features: int, tokens: int) -> float:
