@@ -20,7 +20,7 @@ from sparsellm.pipeline.costs import Cost, Work, rates, work
 from sparsellm.pipeline.early_checks import check_inputs, check_recovery_inputs
 from sparsellm.pipeline.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
 from sparsellm.pipeline.events import GENERATING, MEASURING, MEASURING_CHECKPOINT, PREDICTING, Event, Note, Observer
-from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, OpenedModel, Placement, choose_placement, open_model
+from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.pipeline.preparation import (
     Prepared,
     PreparedPruning,
@@ -31,11 +31,10 @@ from sparsellm.pipeline.preparation import (
     pruning_layers,
     recovery_layers,
 )
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
+from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.stage_costs import pruning_costs, recovery_costs
-from sparsellm.pipeline.token_sequences import window_length
 from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory
 from sparsellm.texts.in_memory import Given
 
@@ -60,7 +59,6 @@ def plan_pruning(
     check_inputs(recipe, given=given, has_model=source is not None)
     opened = open_model(recipe, source)
     report, notes, observe = Report(recipe), *_noted()
-    given = _given(recipe, opened, given)
     method, plan = make_plan(recipe, opened)
     ready = prepare_pruning(opened, recipe, method, plan, report=report, observer=observe, given=given)
     folder, refusal = Path(output or "."), ""
@@ -80,7 +78,6 @@ def plan_recovery(
     check_recovery_inputs(recipe, given=given, has_model=source is not None)
     opened = open_model(recipe, source)
     report, notes, observe = Report(recipe), *_noted()
-    given = _given(recipe, opened, given)
     method, plan, _ = recovery_plan(recipe, opened.source, verified=False)
     ready = prepare_recovery(opened, recipe, method, plan, report=report, observer=observe, given=given)
     folder, refusal, placement = Path(output or "."), "", _placement(ready)
@@ -100,17 +97,6 @@ def _noted() -> tuple[list[str], Observer]:
         notes.extend([event.text] if isinstance(event, Note) else [])
 
     return notes, observe
-
-
-def _given(recipe: RunRecipe, opened: OpenedModel, given: Given | None) -> Given | None:
-    """The data that replace the recipe's texts, with token ids in place of the demo text, which takes long to tokenize."""
-    if "calibration" in (given or {}) or not recipe.reads_text or recipe.calibration != "demo":
-        return given
-    opened.source.tokenizer()  # raises the error of a model without one
-    # Only the number of tokens counts, and this text is long enough for any model.
-    shape, vocabulary = (recipe.samples, window_length(recipe, opened.source.length)), opened.skeleton.config.get_text_config()
-    drawn = torch.randint(vocabulary.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    return {**(given or {}), "calibration": drawn}
 
 
 def _placement(ready: Prepared) -> Placement:
