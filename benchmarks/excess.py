@@ -206,22 +206,10 @@ def efforts_table() -> list[str]:
     return markdown_table(["", *chain(*((f"{name}, time", "excess") for name in models))], rows)
 
 
-def efforts_on_demo() -> list[list[str]]:
-    """Of each effort, the multiples of SparseGPT's time and excess on demo:opt."""
-    data = of_models()["demo-opt"]
-    return [[_multiple(data, label, x) for x in ("seconds", "excess")] for label in EFFORTS if label != BASE]
-
-
-def efforts_in_help() -> list[str]:
-    """These as the constant of `sparsellm.pipeline.recipe_fields` that help shows."""
-    times, excess = (f"{x[0]}, {x[1]} or {x[2]}" for x in zip(*efforts_on_demo(), strict=True))
-    text = f"{times} times sparsegpt's, for {excess} of its excess log perplexity (demo:opt, {AT})"
-    return [f'EFFORT_COSTS = "{text}"']
-
-
 def efforts_in_short() -> list[str]:
-    """These as a sentence."""
-    fast, standard, best = efforts_on_demo()
+    """Of each effort, the multiples of SparseGPT's time and excess on demo:opt, as a sentence."""
+    data = of_models()["demo-opt"]
+    fast, standard, best = ([_multiple(data, label, x) for x in ("seconds", "excess")] for label in EFFORTS if label != BASE)
     return [
         f"On demo:opt at {AT[:-1]} %, `--effort fast` takes {fast[0]} times SparseGPT's time and leaves {fast[1]} of its",
         f"excess log perplexity, `standard` {standard[0]} times and {standard[1]}, and `best`, which adds training of the",

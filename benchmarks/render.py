@@ -62,7 +62,6 @@ PAGES = (
     "docs/few-bits.md",
     "docs/methods/sparsellm.md",
     "docs/methods/published.md",
-    "src/sparsellm/pipeline/recipe_fields.py",
 )
 PICTURES = ROOT / "docs" / "pictures"
 CHARTS = {
@@ -139,7 +138,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "costs": processes.costs,
     "efforts": excess.efforts_table,
     "efforts in short": excess.efforts_in_short,
-    "efforts in help": excess.efforts_in_help,
     "few bits": few_bits.table,
     "peer gptq": peer_gptq.table,
     "few bits, goals": few_bits.goals,
@@ -158,8 +156,7 @@ def render(page: str) -> str:
     """The text of a page, with every table as the figures are now."""
 
     def filled(block: re.Match[str]) -> str:
-        comment = "# " if block[0].rpartition("\n")[2].startswith("# ") else ""  # in a file of Python
-        return "\n".join([f"<!-- {block[1]} -->", *TABLES[block[1]](), f"{comment}<!-- /{block[1]} -->"])
+        return "\n".join([f"<!-- {block[1]} -->", *TABLES[block[1]](), f"<!-- /{block[1]} -->"])
 
     return BLOCK.sub(filled, page)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import io
-import re
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-from sparsellm.pipeline.recipe import Recipe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -33,19 +30,6 @@ def test_pages_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {name: (FOLDER.parent / name).read_text(encoding="utf-8") for name in render.PAGES}
     assert [name for name, page in pages.items() if render.render(page) != page] == []
     assert {block[1] for page in pages.values() for block in render.BLOCK.finditer(page)} == render.TABLES.keys()
-
-
-def test_help_and_pages_give_the_same_figures_of_efforts() -> None:
-    root, number = FOLDER.parent, r"\d+(?:\.\d+)?"
-    block = re.search("<!-- efforts in short -->(.*)<!-- /", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert block is not None
-    of_readme = re.findall(number, block[1].replace("80 %", ""))
-    text = Recipe.model_fields["effort"].description or ""
-    of_help = re.findall(number, text.replace("80%", ""))
-    assert sorted(of_help) == sorted(of_readme)
-    assert len(of_help) == 6
-    page = (root / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert page.count(text) == page.count("Time of the method sparsellm:") > 0
 
 
 def test_the_charts_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ LINES = {
     "formats": 2_729,
     "methods": 2_233,
     "models": 2_309,
-    "pipeline": 11_948,
+    "pipeline": 11_946,
     "runtime": 1_470,
     "solvers": 2_530,
     "studies": 3_994,

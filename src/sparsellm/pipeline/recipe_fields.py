@@ -69,10 +69,6 @@ EVALUATION = (
 MOST = 2**31 - 1
 """Largest value of every count: the product of two fits the integers of torch."""
 
-# Written by benchmarks/render.py, as in README.md: <!-- efforts in help -->
-EFFORT_COSTS = "1.7, 6.6 or 104 times sparsegpt's, for 0.27, 0.12 or 0.042 of its excess log perplexity (demo:opt, 80%)"
-# <!-- /efforts in help -->
-
 _SIZE = TypeAdapter(ByteSize)
 
 
@@ -219,7 +215,9 @@ class RecipeFields(RunFields):
         False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.", traits=("sparsellm",)
     )
     effort: Literal["fast", "standard", "best"] = _option(
-        "standard", f"Time of the method sparsellm: {EFFORT_COSTS}.", traits=("sparsellm", "default")
+        "standard",
+        "fast prunes each layer alone; standard solves each feed-forward part as one problem; best also trains the model.",
+        traits=("sparsellm", "default"),
     )
     solver: SolverName | None = _method(
         None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published", traits=("sparsellm",)
