@@ -500,7 +500,7 @@ def test_the_longest_output_name(tiny: dict[str, Path], tmp_path: Path, command:
     assert (output / "sparsellm.json").is_file()
 
 
-@pytest.mark.parametrize("words", [("--prompt", "a\udcff"), ("--calibration", "a\udcff.txt"), ("--evaluate", "\udcff.txt")])
+@pytest.mark.parametrize("words", [("--exclude", "a\udcff"), ("--calibration", "a\udcff.txt"), ("--evaluate", "\udcff.txt")])
 def test_words_that_are_not_utf8(words: tuple[str, str], tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """Bytes that are not UTF-8 on the command line cannot be put into a report; the message shows them as escapes."""
     message = refused(command("prune", tiny["llama"], tmp_path / "out", "--method", "magnitude", *words), "not UTF-8 text")

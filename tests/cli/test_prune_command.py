@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.errors import printable
 from sparsellm.solvers.patterns import NM, parse_pattern
 from tests.conftest import long_unless, report_of
 
@@ -294,27 +293,6 @@ def test_recipe_file_may_name_the_model(tiny: dict[str, Path], tmp_path: Path, c
     ]
     assert "TokenCount" not in report_of(tmp_path / "out")["resolved"]["method"]
     assert report_of(tmp_path / "out")["resolved"]["computed_in"] == "torch.float32"
-
-
-def test_continuations_of_prompts_are_printed(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
-    """Three lines of `prune` and `recover`, with what the report has; of several sparsities one for each output."""
-    words = ["--calibration", text_file, "--samples", 4, "--sequence-length", 32, "--prompt", "the sum\nof"]
-    pruned = command("prune", tiny["llama"], tmp_path / "out", "--method", "wanda", *words)
-    assert pruned.exit_code == 0, pruned.stderr
-    recovered = command("recover", tmp_path / "out", tmp_path / "more", "--against", tiny["llama"], "--steps", 1, *words)
-    assert recovered.exit_code == 0, recovered.stderr
-    for done, name, last in ((pruned, "out", "pruned"), (recovered, "more", "recovered")):
-        lines = done.stdout.splitlines()
-        start = next(number for number, line in enumerate(lines) if line.startswith("prompt"))
-        shown = [line.split(maxsplit=1) for line in lines[start : start + 3]]
-        both = report_of(tmp_path / name)["samples"]["the sum\nof"]
-        assert [line[0] for line in shown] == ["prompt", "dense", last]
-        assert shown[0][1] == "the sum of"
-        assert [line[1:] for line in shown[1:]] == [[" ".join(printable(both[when]).split())] for when in ("dense", "pruned")]
-    several = command("prune", tiny["llama"], tmp_path / "two", "--method", "wanda", "--sparsity", "50%,60%", *words)
-    assert several.exit_code == 0, several.stderr
-    heads = [line.split()[0] for line in several.stdout.splitlines()]
-    assert heads[heads.index("prompt") :][:4] == ["prompt", "dense", str(tmp_path / "two" / "50"), str(tmp_path / "two" / "60")]
 
 
 @pytest.mark.parametrize("known", [True, False])

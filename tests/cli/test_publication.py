@@ -64,7 +64,6 @@ def test_no_path_of_the_machine(
         *("prune", "own model", out, "--method", "wanda", "--allocation", place / "shares.yaml", "--samples", 4),
         *("--calibration", "one/words.txt", "--evaluate", "one/words.txt", "--evaluate", place / "two" / "words.txt"),
         *("--sequence-length", 32, "--evaluate-limit", 2, *(["--offload"] if streamed else [])),
-        *("--prompt", f"the file {place}/two/words.txt, or {place / 'homeZq7'}/x.txt"),
     )
     assert ran.exit_code == 0, ran.stderr
     found = everything_in(out)
@@ -75,7 +74,6 @@ def test_no_path_of_the_machine(
     assert report["recipe"]["calibration"] == "words.txt"
     assert report["recipe"]["evaluate"] == ["words.txt", "words.txt (2)"]
     assert report["recipe"]["allocation"] == "shares.yaml"
-    assert report["recipe"]["prompt"] == ["the file words.txt (2), or x.txt"]
     assert list(report["perplexity"]) == ["words.txt", "words.txt (2)"]
     assert json.loads((out / "config.json").read_text())["note"] == {"at": "x"}
     sparsellm.verify(out, against=str(model))
@@ -131,7 +129,7 @@ def test_every_kind_of_data() -> None:
 
 def card_of(text: str) -> str:
     """The card of a run in which everything that can be named is named by a text."""
-    recipe = Recipe(model=f"some/{text}", calibration=text, prompt=(text, f"```\n{text}\n````\n"), exclude=(text,))
+    recipe = Recipe(model=f"some/{text}", calibration=text, exclude=(text, f"```\n{text}\n````\n"))
     report = Report(recipe, {"sparsellm": "0"}, calibration=f"4 windows of {text}", notes=[text])
     report.perplexity = {text: {"dense": Perplexity(1.0, None, 1, 8, 8, text, 0.0)}}
     report.tasks = {text: {"pruned": Accuracy(0.5, None, None, 4)}}
@@ -152,7 +150,7 @@ def test_the_card_shows_names_as_they_are(text: str) -> None:
     children = [child for token in markdown.parse(body) for child in token.children or ()]
     assert {child.type for child in children} <= {"text", "softbreak", "text_special", "code_inline"}
     blocks = [token.content for token in markdown.parse(body) if token.type == "fence" and token.info == "yaml"]
-    assert yaml.safe_load(blocks[0])["prompt"][0] == text
+    assert yaml.safe_load(blocks[0])["exclude"][0] == text
     shown = " ".join("".join(child.content for child in token.children or ()) for token in markdown.parse(body))
     assert " ".join(text.split()) in shown
 
@@ -181,7 +179,7 @@ def test_names_on_disk(tiny: dict[str, Path], text_file: Path, tmp_path: Path, c
     text = Path(shutil.copy(text_file, tmp_path / "a`b|c\n<script>d.txt"))
     out = tmp_path / "<b>out"
     words = ("--method", "wanda", "--samples", 4, "--sequence-length", 32, "--calibration", text, "--evaluate", text)
-    ran = command("prune", model, out, *words, "--evaluate-limit", 2, "--prompt", "```\n<script>alert(1)</script>")
+    ran = command("prune", model, out, *words, "--evaluate-limit", 2)
     assert ran.exit_code == 0, ran.stderr
     card = (out / "README.md").read_text(encoding="utf-8")
     outside = re.sub(r"^(`{3,}).*?^\1$", "", card, flags=re.DOTALL | re.MULTILINE)

@@ -53,7 +53,7 @@ def both(texts: list[str]) -> Changed:
 
 
 def test_recipes(tmp_path: Path) -> None:
-    recipe = Recipe(model="demo:opt", calibration="demo", evaluate=("demo",), include=("q_proj",), prompt=("a",))
+    recipe = Recipe(model="demo:opt", calibration="demo", evaluate=("demo",), include=("q_proj",))
     full = yaml.safe_dump(recipe.model_dump(mode="json"))
     short = "model: demo:opt\nmethod: alps\nsparsity: 2:4\ncalibration: demo\nbatch_size: 3\nalpha: 1e-3\nmax_memory: 1GiB\n"
 

@@ -365,7 +365,6 @@ def test_a_run_that_is_interrupted_says_what_the_model_is(
         "sequence_length": 32,
         "evaluate": (text_file,),
         "evaluate_limit": 4,
-        "prompt": "a",
     }
     observe = interrupt(*event, error) if event else None
     with pytest.raises(error) as caught:

@@ -22,9 +22,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadText, InvalidSetting
-from sparsellm.evaluation.measurements import generate_text
 from sparsellm.evaluation.perplexity import token_perplexity as perplexity
-from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.evaluate import evaluate
 from sparsellm.texts import samples, tokenized
 from sparsellm.texts.padding import PADDING, count_contexts
@@ -127,22 +125,6 @@ def test_ids_that_begin_with_bos_twice_are_told(tiny: dict[str, Path]) -> None:
     notes: list[object] = []
     sparsellm.evaluate(model, ids, observe=notes.append)
     assert any("1 of 1 sequences" in str(note) and "BOS token twice" in str(note) for note in notes)
-
-
-def test_prompts_begin_with_bos_once(tiny: dict[str, Path]) -> None:
-    """A prompt that a chat template wrote is continued as it is."""
-    model, words = AutoModelForCausalLM.from_pretrained(tiny["llama"]), AutoTokenizer.from_pretrained(tiny["llama"])
-    bos = words.bos_token
-    assert bos
-    words.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, words.bos_token_id)])
-    seen: list[list[int]] = []
-    model.register_forward_pre_hook(
-        lambda _, inputs, keywords: seen.append(keywords["input_ids"][0].tolist()), with_kwargs=True
-    )
-    for prompt in ("words", f"{bos}words"):
-        seen.clear()
-        generate_text(LoadedModel.of(model), words, prompt)
-        assert seen[0] == [words.bos_token_id, *words("words", add_special_tokens=False)["input_ids"]]
 
 
 def test_documents_too_short() -> None:

@@ -38,7 +38,7 @@ def bare(tiny: dict[str, Path], tmp_path: Path) -> Path:
     [
         ("prune", "--method", "wanda", "--calibration"),
         ("prune", "--method", "magnitude", "--evaluate"),
-        ("prune", "--method", "magnitude", "--prompt", "the sum", "--evaluate"),
+        ("prune", "--method", "magnitude", "--task", "boolq", "--evaluate"),
         ("plan", "--method", "wanda", "--calibration"),
         ("evaluate", "--text"),
     ],

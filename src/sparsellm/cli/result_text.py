@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 
 from sparsellm.cli.console import print_line, show, text_table
-from sparsellm.errors import MAX_MESSAGE, plural, printable
+from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
 from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.estimates import RunPlan, human_seconds
@@ -67,17 +67,7 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             values = [task_value(x) if (x := results.get(when)) else "-" for when in ("dense", "pruned")]
             rows.append([name, task_metric(next(iter(results.values())).metric), *values])
         show(console, text_table(["task", "metric", report.start, report.result], rows))
-    _print_continuations(console, report.samples, {"dense": report.start, "pruned": report.result})
     print_line(console, f"Wrote {folder}, read back and verified.")
-
-
-def _print_continuations(console: Console, samples: Mapping[str, Mapping[Any, str]], models: Mapping[str, str]) -> None:
-    """Print each prompt and its continuations, each in one line; `models`: what those in `samples` are called."""
-    width = max(map(len, ("prompt", *models.values())))
-    for prompt, continuations in samples.items():
-        lines = {"prompt": prompt} | {name: continuations[when] for when, name in models.items() if when in continuations}
-        for name, text in lines.items():
-            print_line(console, f"{name:{width}}  {' '.join(printable(text, MAX_MESSAGE).split())}")
 
 
 def _figure(perplexity: Perplexity | None) -> str:
@@ -132,11 +122,6 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
     for folder, report in reports.items():
         rows.append([folder, f"{100 * report.sparsity:.2f}", *cells(report, "pruned")])
     show(console, text_table(head, rows))
-    texts_of = {prompt: {"": pair.get("dense", "")} for prompt, pair in first.samples.items()}
-    for folder, report in reports.items():
-        for prompt, pair in report.samples.items():
-            texts_of[prompt][folder] = pair.get("pruned", "")
-    _print_continuations(console, texts_of, {"": first.start, **{folder: folder for folder in reports}})
     print_line(console, f"Wrote {len(reports)} outputs, each read back and verified.")
 
 

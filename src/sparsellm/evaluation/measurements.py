@@ -1,4 +1,4 @@
-"""Results of an evaluation, perplexity on texts and accuracy on tasks, how they print; and continuations of prompts."""
+"""Results of an evaluation, perplexity on texts and accuracy on tasks, and how they print."""
 
 from __future__ import annotations
 
@@ -8,25 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import torch
-
-from sparsellm.checkpoints.loading import compute_dtype, context_length
 from sparsellm.errors import printable
 from sparsellm.evaluation.differences import Difference, Parts, difference, paired_error
-from sparsellm.models.contexts import compute_dtype_context, eval_mode
-from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.texts.in_memory import SOURCE
-from sparsellm.texts.tokenized import added_tokens, tokenize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-GENERATED_TOKENS = 48
-"""Maximum number of generated tokens, a few lines of text."""
-
-NOT_IN_MEMORY = "(not written: the model is read block by block)"
 
 
 class Summarized(ABC):
@@ -178,28 +164,3 @@ class Evaluation(Summarized):
         measured = {"perplexity": "; ".join(texts) or "not measured", "accuracy": "; ".join(tasks) or "not measured"}
         differences = (f"{PurePath(name).name}: {x or 'not finite'}" for name, x in self.differences.items())
         return measured | ({"differences": "; ".join(differences)} if self.against else {})
-
-
-@torch.no_grad()
-def generate_text(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Continue a prompt by greedy decoding, up to `GENERATED_TOKENS` tokens or the end-of-sequence token.
-
-    No key-value cache is used, so that every model family works: each token is computed from all previous tokens, up to the
-    model's context length.
-
-    Returns:
-        The continuation without the prompt, or `NOT_IN_MEMORY` for an offloaded model.
-    """
-    if loaded.weights.on_disk:
-        return NOT_IN_MEMORY
-    model = loaded.model
-    context = context_length(model.config)
-    tokens = tokenize(tokenizer, prompt, added_tokens(tokenizer))[None].to(model.device)
-    start = tokens.shape[1]
-    with eval_mode(model), compute_dtype_context(model, compute_dtype(model)):
-        for _ in range(GENERATED_TOKENS):
-            logits = model(input_ids=tokens[:, -context:], use_cache=False).logits[0, -1]
-            tokens = torch.cat([tokens, logits.argmax().view(1, 1)], dim=1)
-            if int(tokens[0, -1]) == tokenizer.eos_token_id:
-                break
-    return str(tokenizer.decode(tokens[0, start:], skip_special_tokens=True))

@@ -29,7 +29,7 @@ GENERATING, PREDICTING, TRAINING = (
     "training the whole model",
 )
 MEASURING_CHECKPOINT = "measuring the pruned checkpoint"
-MEASURING, ANSWERING, CONTINUING = "measuring", "answering questions", "continuing prompts"
+MEASURING, ANSWERING = "measuring", "answering questions"
 WRITING = "writing and verifying"
 """The stages of a run by their names. In a run, the rule follows `ALLOCATION` in brackets, and "dense" or "pruned"
 follows `MEASURING` and `ANSWERING`."""

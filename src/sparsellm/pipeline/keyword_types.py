@@ -42,7 +42,6 @@ class RunKeywords(MeasurementKeywords, total=False):
     samples: int
     seed: int
     evaluate: str | Path | Sequence[str | Path] | CalibrationData
-    prompt: str | Sequence[str]
     compute_dtype: Literal["auto", "float32", "bfloat16"]
     batch_size: int | None
 

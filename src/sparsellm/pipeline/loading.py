@@ -118,7 +118,7 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
         if source.packed and not packed:
             raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
     skeleton = source.skeleton(recipe.dtype)
-    no_text = check_vocabulary(skeleton, source, needed=bool(recipe.task or recipe.prompt))  # a text is read later
+    no_text = check_vocabulary(skeleton, source, needed=bool(recipe.task))  # a text is read later
     blocks = blocks_of(skeleton)
     coverage = coverage_of(skeleton, blocks)
     check_coverage(skeleton, coverage)

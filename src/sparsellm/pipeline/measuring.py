@@ -1,4 +1,4 @@
-"""What a run measures of its models: perplexity on texts, accuracy on tasks, continuations of prompts."""
+"""What a run measures of its models: perplexity on texts and accuracy on tasks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.checkpoints.remarks import remark, remarks_to
-from sparsellm.evaluation.measurements import Accuracy, Perplexity, generate_text, measure_of
+from sparsellm.evaluation.measurements import Accuracy, Perplexity, measure_of
 from sparsellm.evaluation.perplexity import measure_perplexity, remark_overflow
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.events import (
     ANSWERING,
-    CONTINUING,
     MEASURING,
     MEASURING_CHECKPOINT,
     Advance,
@@ -85,7 +84,7 @@ def measure_into(
     observer: Observer,
     shared: DenseCache | None = None,
 ) -> None:
-    """Measure a run's model on the recipe's texts, tasks and prompts.
+    """Measure a run's model on the recipe's texts and tasks.
 
     Args:
         when: Whether the model is still dense.
@@ -125,6 +124,3 @@ def measure_into(
             for task, accuracy in accuracies.items():
                 report.tasks.setdefault(task, {})[when] = accuracy
                 observer(Measured(measure_of(accuracy.metric), task, when, accuracy.value, accuracy.standard_error))
-    for prompt in recipe.prompt:
-        with run_stage(CONTINUING, report, observer):
-            report.samples.setdefault(prompt, {})[when] = generate_text(loaded, ready.source.tokenizer(), prompt)

@@ -166,7 +166,6 @@ class RunFields(BaseModel):
     evaluate_limit: int | None = _evaluation(
         None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", least=1, traits=("measured",)
     )
-    prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.", traits=("measured",))
     task: Names = _evaluation(
         (),
         "Task or group of lm-eval to measure on, such as boolq or mmlu, or the .yaml file of a task.",

@@ -82,7 +82,7 @@ def _measure_before(run: Run[PreparedRecovery]) -> dict[str, Perplexity]:
     ready, recipe = run.ready, run.ready.recipe
     if not ready.tests:
         return {}
-    unread = {"evaluate": (), "task": (), "prompt": ()}  # its texts are tokens already
+    unread = {"evaluate": (), "task": ()}  # its texts are tokens already
     opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None, **unread}))
     before = measure_checkpoint(
         run.report, opened, ready=ready, placement=run.placement, observer=run.observer, folder=run.folder

@@ -109,7 +109,6 @@ class Report(Summarized):
         inputs: Digests of the files that the run read, by the name of the model or text in the recipe.
         perplexity: Perplexity before and after, by text.
         tasks: Accuracy before and after, by task.
-        samples: Continuations by the dense and the pruned model, by prompt.
         notes: Warnings and remarks for the user.
         seconds: Duration of each stage.
         recovered: Result of training the whole model, if the run did.
@@ -136,7 +135,6 @@ class Report(Summarized):
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     perplexity: Perplexities = field(default_factory=dict)
     tasks: Accuracies = field(default_factory=dict)
-    samples: dict[str, dict[When, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     recovered: TrainingResult | None = None
@@ -368,7 +366,6 @@ class Report(Summarized):
             "coverage": self.coverage and self.coverage.to_dict(),
             "perplexity": _results_to_dict(self.perplexity),
             "tasks": _results_to_dict(self.tasks),
-            "samples": self.samples,
             "notes": self.notes,
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory_bytes,

@@ -21,7 +21,6 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.events import (
     ANSWERING,
-    CONTINUING,
     GENERATING,
     LOADING,
     MEASURING,
@@ -183,13 +182,12 @@ class Run(Generic[P]):
         """
         recipe, ready = self.ready.recipe, self.ready
         measured = [MEASURING] * len(ready.tests) + [ANSWERING] * bool(recipe.task)
-        others = [CONTINUING] * len(recipe.prompt)
-        stages = [*before, LOADING, *(f"{name} dense" for name in measured), *others]
+        stages = [*before, LOADING, *(f"{name} dense" for name in measured)]
         stages += [SENSITIVITIES] * ready.method.needs_fisher + [*changes]
         if ready.training:
             stages += [GENERATING, PREDICTING]
         stages += [ready.stage] + [TRAINING] * bool(ready.training)
-        self.observer(Schedule((*stages, *(f"{name} pruned" for name in measured), *others)))
+        self.observer(Schedule((*stages, *(f"{name} pruned" for name in measured))))
 
     def unchanged(self) -> AbstractContextManager[None]:
         """Context that raises SourceChanged if a file that the run reads is changed in it."""
@@ -206,8 +204,8 @@ class Run(Generic[P]):
             loaded = self.load()
             if not loaded.weights.on_disk:
                 self.report.initial_sparsity = initial_sparsity(blocks_of(loaded.model))
-            if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
-                predicts = bool(ready.tests or recipe.task or recipe.prompt or ready.training)
+            if len(ready.windows) or ready.tests or recipe.task:
+                predicts = bool(ready.tests or recipe.task or ready.training)
                 check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0, predicts=predicts)
             if isinstance(ready.source, Checkpoint):
                 check_unpruned(ready.source, loaded, ready.plan)
@@ -216,7 +214,7 @@ class Run(Generic[P]):
         return loaded
 
     def measure(self, when: When, loaded: LoadedModel) -> None:
-        """Measure the model, which is still dense or is pruned, on the recipe's texts, tasks and prompts."""
+        """Measure the model, which is still dense or is pruned, on the recipe's texts and tasks."""
         shared = self.shared if when == "dense" else None
         measure_into(self.report, when, loaded, ready=self.ready, observer=self.observer, shared=shared)
 

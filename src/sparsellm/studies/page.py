@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from jinja2 import Environment, StrictUndefined
@@ -49,7 +49,6 @@ class Page:
         remarks: Further sentences under the verdict.
         tables: Tables by their headings.
         legend: What stands under the tables.
-        samples: Continuations of prompts, by the model that wrote them.
         layers: A line for each pruned layer: name, pattern, sparsity and error.
         command: The command that gives the same again.
         inputs: Names of the local files that it reads.
@@ -68,7 +67,6 @@ class Page:
     tables: Mapping[str, Table] = field(default_factory=dict)
     legend: str = ""
     plots: Sequence[Plot] = ()
-    samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     layers: Sequence[Sequence[str]] = ()
     inputs: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +108,6 @@ def comparison_page(comparison: Comparison) -> str:
             notes=comparison.notes,
             tables=comparison.tables(),
             legend=" ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
-            samples={run.name: _named(run.report) for run in comparison.runs if run.report.samples},
             command=report_command(comparison.folders),
             file="recipes.yaml",
             settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
@@ -194,12 +191,6 @@ def _word_columns(rows: Sequence[Sequence[str]]) -> list[int]:
     ]
 
 
-def _named(report: Report) -> dict[str, dict[str, str]]:
-    """The continuations of each prompt, by what the models are called."""
-    names = {"dense": report.start, "pruned": report.result}
-    return {prompt: {names[when]: text for when, text in pair.items()} for prompt, pair in report.samples.items()}
-
-
 def _percent(share: float) -> str:
     """A share in per cent, with a digit after the point if it is not zero."""
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
@@ -236,7 +227,6 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         tables=tables | (speed_tables(bench) if bench else {}),
         legend=" ".join(error_legend(figures.values())) if measured else "",
         plots=run_plots(report) + ([speed_plot(bench)] if bench else []),
-        samples={"": _named(report)} if report.samples else {},
         layers=[
             [
                 x.name,
@@ -281,7 +271,6 @@ def _sweep_page(path: Path) -> Page:
         tables={"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         legend=" ".join(legend(sweep, rows)),
         plots=sweep_plots(sweep, rows, outcomes),
-        samples={x.cell.name: _named(x.report) for x in outcomes if x.report and x.report.samples},
         command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",

@@ -258,7 +258,7 @@ def _effort(recipe: Recipe) -> str:
 
 def _fast(recipe: Recipe, target: Target) -> Recipe:
     """The recipe of the runs before the last one: the effort "fast", and only the target is measured."""
-    fields = recipe.model_dump(exclude_defaults=True, exclude={"prompt", "task", "evaluate"})
+    fields = recipe.model_dump(exclude_defaults=True, exclude={"task", "evaluate"})
     if target.accuracy:
         fields["task"] = tuple(target.accuracy)
     else:
