@@ -37,7 +37,7 @@ OF_FUNCTIONS |= {"adapter_names", "cpu_ram_efficient_loading", "fsdp", "init_lor
 OF_FUNCTIONS |= {"mask", "out", "row_starts", "state_dict"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
-OTHER_PROGRAMS = {"hf auth login", "import sparsellm.formats.transformers", "wandb login"} | {
+OTHER_PROGRAMS = {"hf auth login", "import sparsellm.formats.transformers"} | {
     f"sparsellm {command}" for command in ("bench", "prune MODEL OUT", "unpack")
 }
 

@@ -25,7 +25,6 @@ ELSEWHERE = {
     "runtime/devices.py": "the trial of a device",
     "texts/tokenized.py": "a template may ask for endless memory",
     "pipeline/hub.py": "an upload",
-    "pipeline/tracking.py": "trackers",
     "cli/options.py": "usage",
     "checkpoints/files.py": "a circle of links",
     "texts/paths.py": "an unknown home folder",

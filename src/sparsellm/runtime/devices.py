@@ -70,13 +70,6 @@ def free_bytes(device: torch.device) -> int:
     return int(get_device_module(device).mem_get_info(device)[0])
 
 
-def peak_bytes() -> int | None:
-    """Return the peak bytes allocated by torch on this process's accelerator; None if it has used none."""
-    device = accelerator()
-    module = None if device is None else get_device_module(device)
-    return int(module.max_memory_allocated()) if module and module.is_initialized() else None
-
-
 def bytes_in_use() -> tuple[int, int] | None:
     """Return the bytes that torch holds on this process's accelerator, and all its bytes; None if it has used none."""
     device = accelerator()
