@@ -3,8 +3,8 @@
     python benchmarks/time_left.py measure    # a quarter of an hour
     python benchmarks/time_left.py table
 
-Each command runs on one thread with `--progress json` and measures the processor's time, so that other programs on the machine
-hardly change the figures. Time starts after the libraries are imported.
+Each command runs on one thread and measures the processor's time, so that other programs on the machine hardly change the
+figures. Time starts after the libraries are imported.
 """
 
 from __future__ import annotations
@@ -24,8 +24,18 @@ from measuring import MEASURED, ROOT, llama_config, markdown_table, measure_or_s
 
 FILE = MEASURED / "time-left.json"
 
-PROGRAM = "import time; time.perf_counter = time.monotonic = time.process_time; from sparsellm.cli.app import main; main()"
-"""The command line with the processor's time for the clocks'."""
+PROGRAM = """\
+import json, time
+from dataclasses import asdict
+time.perf_counter = time.monotonic = time.process_time
+from sparsellm.cli.app import main
+from sparsellm.pipeline import display
+display.PLAIN_SHARE, display.PLAIN_LEAST, display.PLAIN_SECONDS = 0.01, 0.0, 5.0
+display.line = lambda state, *_: json.dumps(asdict(state))
+display.Plain.close = lambda self, state: state and self.print(display.line(state))
+main()
+"""
+"""The command line with the processor's time for the clocks', which prints its states as JSON lines, and the last one again."""
 
 START, TOLERANCE, SHORTEST = 0.25, 0.3, 1.0
 """From this fraction of a command on, the time left is compared; it holds within this fraction, or these seconds."""
@@ -73,31 +83,32 @@ def measure() -> None:
             if "PRUNED" in command:
                 run(f"prune demo:opt {folder}/PRUNED --method wanda {PRUNE}".split())
             if "--resume" in words:
-                run([word for word in words if word != "--resume"], stop=lambda line: line.get("done", 0) >= 14)
+                run([word for word in words if word != "--resume"], stop=lambda state: state["done"] >= 14)
             record(FILE, name, figures(run(words)))
 
 
 def run(words: list[str], stop: Callable[[dict[str, Any]], bool] = lambda _: False) -> list[dict[str, Any]]:
-    """The lines of a command's progress. The command is killed at the first line of which `stop` is true."""
-    command = [sys.executable, "-c", PROGRAM, *words, "--progress", "json"]
+    """The states that a command displays. The command is killed at the first one of which `stop` is true."""
+    command = [sys.executable, "-c", PROGRAM, *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    lines: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
     for line in process.stderr or ():
-        lines.append(json.loads(line))
-        if stop(lines[-1]):
+        if not line.startswith("{"):  # a note or a measurement
+            continue
+        states.append(json.loads(line))
+        if stop(states[-1]):
             process.send_signal(signal.SIGKILL)
             process.wait()
-            return lines
+            return states
     if process.wait():
         raise SystemExit(f"failed: {' '.join(words)}")
-    return lines
+    return states
 
 
-def figures(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """What the lines say, against the end of the command."""
-    lines = [line for line in lines if "elapsed" in line]
-    end = lines[-1]["elapsed"]
-    shown = [(line["elapsed"], line["seconds_left"]) for line in lines[:-1] if line["seconds_left"] is not None]
+def figures(states: list[dict[str, Any]]) -> dict[str, float]:
+    """What the states say, against the end of the command."""
+    end = states[-1]["elapsed"]
+    shown = [(state["elapsed"], state["seconds_left"]) for state in states[:-1] if state["seconds_left"] is not None]
     compared = [(left, end - elapsed, length) for elapsed, left, length in spans(shown, end) if elapsed >= START * end]
     held = sum(length for left, true, length in compared if abs(left - true) <= max(TOLERANCE * true, SHORTEST))
     ratios = [left / true for left, true, _ in compared if true >= max(SHORTEST, 0.05 * end)]

@@ -33,7 +33,7 @@ OWN = {
 }
 """Options that are named like a field of the recipe but mean something else."""
 NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json", "help_all"}
-NOT_FIELDS |= {"quiet", "progress", "pack"}
+NOT_FIELDS |= {"quiet", "pack"}
 
 
 def test_page_is_up_to_date() -> None:

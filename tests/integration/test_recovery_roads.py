@@ -164,8 +164,7 @@ def test_the_command_in_every_scope(
 ) -> None:
     """The display expects every stage."""
     words = ["--calibration", text_file, "--samples", 16, "--sequence-length", 32, "--steps", 2, "--scope", scope]
-    words += ["--progress", "plain", "--against", loud["llama"]]
-    done = command("recover", folders["llama"], tmp_path / "out", *words)
+    done = command("recover", folders["llama"], tmp_path / "out", "--against", loud["llama"], *words)
     assert done.exit_code == 0, done.stderr
     assert report_of(tmp_path / "out")["recovered"] is not None or scope == "block"
 

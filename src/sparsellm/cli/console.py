@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -25,9 +24,6 @@ from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 from sparsellm.pipeline.recipe_fields import RecipeFields
 from sparsellm.pipeline.wording import wording
-
-if TYPE_CHECKING:
-    from sparsellm.pipeline.display import Mode
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
@@ -132,32 +128,24 @@ def print_line(console: Console, text: str) -> None:
 
 
 def print_error(text: str, context: typer.Context) -> None:
-    """Print an error message in red, as a JSON line if the progress is, with settings as options of the command."""
-    text = in_options(text, context)
-    if context.params.get("progress") == "json":
-        print(json.dumps({"error": text}), file=stderr.file, flush=True)
-    else:
-        stderr.print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    """Print an error message in red, with settings as options of the command."""
+    stderr.print(Text(f"error: {in_options(text, context)}", style="red"), soft_wrap=True)
 
 
 def print_note(text: str, context: typer.Context) -> None:
     """Print a note as a run displays its own; of the processes of a launcher the first one prints."""
     if os.environ.get("RANK", "0") != "0":
         return
-    text = in_options(printable(text, len(text)), context)
-    if context.params.get("progress") == "json":
-        print(json.dumps({"note": text}), file=stderr.file, flush=True)
-    else:
-        stderr.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
+    stderr.print(Text(f"note: {in_options(printable(text, len(text)), context)}", style="yellow"), soft_wrap=True)
 
 
 @contextmanager
-def displayed(name: str, context: typer.Context, mode: Mode = "auto") -> Iterator[Callable[[str], None]]:
+def displayed(name: str, context: typer.Context, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Display what a command does as a run displays its stages: in a live line on a terminal, in lines elsewhere.
 
     Args:
         name: What is done first.
-        mode: Form of the display.
+        quiet: Display only notes.
 
     Yields:
         The function to call with what is done next.
@@ -165,7 +153,7 @@ def displayed(name: str, context: typer.Context, mode: Mode = "auto") -> Iterato
     from sparsellm.pipeline.display import Display
     from sparsellm.pipeline.events import Stage
 
-    with Display(mode, partial(in_options, context=context)) as display:
+    with Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display:
         display(Stage(name))
         yield lambda text: display(Stage(text))
 

@@ -35,7 +35,6 @@ def evaluate(
     text: options.TextOption = None,
     against: options.ComparedWith = None,
     quiet: options.QuietOption = False,
-    progress: options.ProgressOption = "auto",
     as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
@@ -59,8 +58,7 @@ def evaluate(
         from sparsellm.pipeline.evaluate import evaluate_recipes
         from sparsellm.pipeline.recipe_file import read_recipe
 
-        mode = ("quiet" if quiet else progress) if is_main else "off"
-        with Display(mode, partial(in_options, context=context)) as display:
+        with Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display:
             keep_pages()
             named = {**settings, "method": "magnitude", "evaluate": text or ()}
             recipes = [read_recipe({**named, "model": x}) for x in (model, against) if x is not None]
@@ -215,7 +213,6 @@ def demo(
     output: options.DemoOutput = None,
     family: options.Family = "opt",
     quiet: options.QuietOption = False,
-    progress: options.ProgressOption = "auto",
     as_json: options.JsonOption = False,
 ) -> None:
     """Prune a bundled model with every method and compare them.
@@ -238,7 +235,7 @@ def demo(
 
         if output is not None:
             check_output(output)
-        with Display("quiet" if quiet else progress, partial(in_options, context=context)) as display:
+        with Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display:
             rows = demonstrate(family, output, combine_observers(manage_memory, display))
         packed = None if output is None else measure_packed(output)
         if as_json:

@@ -193,12 +193,6 @@ Track = Annotated[
 ]
 Layers = Annotated[bool, _output("--layers", help="Also list each layer with its pattern, or why it stays dense.")]
 QuietOption = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
-ProgressOption = Annotated[
-    Literal["auto", "plain", "json"],
-    _output(
-        "--progress", help="Form of the progress on stderr; auto is one live line on a terminal, else plain lines.", hidden=True
-    ),
-]
 JsonOption = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 _RECOVERED = "Plan the recovery of this folder toward MODEL, with the options of `recover`."
 PlannedRecovery = Annotated[str | None, typer.Option("--recover", metavar="PRUNED", help=_RECOVERED)]

@@ -48,7 +48,7 @@ def pack(
 
         from sparsellm.pipeline.packing import pack as pack_model
 
-        with displayed(f"packing {model}", context, "quiet" if quiet else "auto") as observe:
+        with displayed(f"packing {model}", context, quiet=quiet) as observe:
             result = pack_model(
                 model,
                 packed,
@@ -113,7 +113,7 @@ def unpack(
         from sparsellm.pipeline.packing import unpack as unpack_model
         from sparsellm.runtime.memory import human_bytes
 
-        with displayed(f"unpacking {packed}", context, "quiet" if quiet else "auto") as observe:
+        with displayed(f"unpacking {packed}", context, quiet=quiet) as observe:
             result = unpack_model(packed, model, overwrite=overwrite, observe=observe)
         if as_json:
             print_json(asdict(result))
@@ -144,7 +144,7 @@ def export(
         from sparsellm.pipeline.compressed_export import export as export_model
         from sparsellm.runtime.memory import human_bytes
 
-        with displayed(f"exporting {model}", context, "quiet" if quiet else "auto") as observe:
+        with displayed(f"exporting {model}", context, quiet=quiet) as observe:
             result = export_model(model, output, values=values, overwrite=overwrite, observe=observe)
         if as_json:
             print_json(result.to_dict())

@@ -26,7 +26,6 @@ from sparsellm.pipeline.recipe_fields import RecoveryFields
 from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
-    from sparsellm.pipeline.display import Mode
     from sparsellm.pipeline.recipe import Recipe
     from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
     from sparsellm.pipeline.report import Report
@@ -46,7 +45,6 @@ def prune(
     pack: options.AlsoPack = False,
     report_to: options.Track = None,
     quiet: options.QuietOption = False,
-    progress: options.ProgressOption = "auto",
     as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
@@ -70,9 +68,8 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        mode: Mode = "quiet" if quiet else progress
-        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, recipes, output, is_main, report_to=report_to or [], mode=mode, pack=pack, **keywords)
+        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "quiet": quiet, "as_json": as_json}
+        _write(context, recipes, output, is_main, report_to=report_to or [], pack=pack, **keywords)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -87,7 +84,6 @@ def recover(
     overwrite: options.Overwrite = False,
     report_to: options.Track = None,
     quiet: options.QuietOption = False,
-    progress: options.ProgressOption = "auto",
     as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
@@ -105,9 +101,8 @@ def recover(
         from sparsellm.pipeline.block_recovery import read_recovery
 
         recipe = read_recovery(fields)
-        mode: Mode = "quiet" if quiet else progress
-        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, [recipe], output, is_main, report_to=report_to or [], mode=mode, **keywords)
+        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "quiet": quiet, "as_json": as_json}
+        _write(context, [recipe], output, is_main, report_to=report_to or [], **keywords)
 
 
 def _write(
@@ -120,7 +115,7 @@ def _write(
     restart: bool,
     overwrite: bool,
     report_to: list[str],
-    mode: Mode,
+    quiet: bool,
     as_json: bool,
     pack: bool = False,
 ) -> None:
@@ -154,26 +149,26 @@ def _write(
             if len(folders) > 1:
                 remove_shared_results(output)
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
-            _pack(context, to_pack, overwrite, mode=mode, on_stderr=as_json)
+            _pack(context, to_pack, overwrite, quiet=quiet, on_stderr=as_json)
         return
     with (
-        Display(mode if is_main else "off", partial(in_options, context=context)) as display,
+        Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
         Tracked(*(report_to if is_main else ()), observer=display) as tracked,
         locked_runs(output, folders, combine_observers(manage_memory, display, tracked)) as runs,
     ):
         report = run_each(folders, runs, finished=finished, **replace)
     if is_main:
         _print_results(folders, report, as_json)
-        _pack(context, to_pack, overwrite, mode=mode, on_stderr=as_json)
+        _pack(context, to_pack, overwrite, quiet=quiet, on_stderr=as_json)
 
 
-def _pack(context: typer.Context, folders: Mapping[Path, Path], overwrite: bool, *, mode: Mode, on_stderr: bool) -> None:
+def _pack(context: typer.Context, folders: Mapping[Path, Path], overwrite: bool, *, quiet: bool, on_stderr: bool) -> None:
     """Pack outputs, each into the folder given for it, and print their sizes, to stderr if stdout holds JSON."""
     from sparsellm.cli.pack import print_packed
     from sparsellm.pipeline.packing import pack
 
     for folder, target in folders.items():
-        with displayed(f"packing {folder}", context, mode) as observe:
+        with displayed(f"packing {folder}", context, quiet=quiet) as observe:
             result = pack(folder, target, overwrite=overwrite, observe=observe)
         print_packed(stderr if on_stderr else stdout, result)
 

@@ -41,7 +41,6 @@ def sweep(
     list_cells: options.ListCells = False,
     report_to: options.Track = None,
     quiet: options.QuietOption = False,
-    progress: options.ProgressOption = "auto",
     as_json: options.JsonOption = False,
     device: str | None = None,
 ) -> None:
@@ -79,7 +78,7 @@ def sweep(
         # The processes of a launcher run different cells; only the first one prints.
         rank, count = process_group.independent_process(os.environ)
         with (
-            Display("off" if rank else "quiet" if quiet else progress, partial(in_options, context=context)) as display,
+            Display("off" if rank else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
             Tracked(*(report_to or ()), observer=display) as tracked,
         ):
             observe = combine_observers(manage_memory, display, tracked)
@@ -129,7 +128,6 @@ def search(
     overwrite: options.Overwrite = False,
     report_to: options.Track = None,
     quiet: options.QuietOption = False,
-    progress: options.ProgressOption = "auto",
     as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
@@ -168,7 +166,7 @@ def search(
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
             with (
-                Display("quiet" if quiet else progress, partial(in_options, context=context)) as display,
+                Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display,
                 Tracked(*(report_to or ()), observer=display) as tracked,
             ):
                 observe = combine_observers(manage_memory, display, tracked)

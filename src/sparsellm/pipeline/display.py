@@ -1,9 +1,8 @@
-"""The progress display of a command: one live line on a terminal, a bar in a notebook, plain lines or JSON lines elsewhere."""
+"""The progress display of a command: one live line on a terminal, a bar in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import html
-import json
 import sys
 import threading
 from collections.abc import Callable
@@ -21,9 +20,8 @@ from sparsellm.pipeline.estimates import human_seconds
 from sparsellm.pipeline.events import Event, Measured, NextRun, Note, Stage
 from sparsellm.pipeline.progress import Progress, State
 from sparsellm.runtime.memory import memory_in_use
-from sparsellm.texts.json_files import finite
 
-Mode = Literal["auto", "plain", "json", "quiet", "off"]
+Mode = Literal["auto", "quiet", "off"]
 """auto: a live line, a bar or plain lines, by what stderr is; quiet: notes only; off: nothing."""
 
 REFRESH_SECONDS = 0.5
@@ -31,9 +29,6 @@ REFRESH_SECONDS = 0.5
 
 PLAIN_SHARE, PLAIN_LEAST, PLAIN_SECONDS = 0.1, 1.0, 30.0
 """A plain line follows another one after this fraction of the stage's units and one second, or after half a minute."""
-
-JSON_SHARE, JSON_LEAST, JSON_SECONDS = 0.01, 0.0, 5.0
-"""The same for JSON lines."""
 
 SHORTEST_NAME = 10
 """Characters to which the name of a stage is cut at most, for the rest of the line to fit."""
@@ -129,8 +124,6 @@ class Quiet:
 class Plain(Quiet):
     """A line where a stage begins, and about every tenth of the stage or 30 seconds."""
 
-    share, least, seconds = PLAIN_SHARE, PLAIN_LEAST, PLAIN_SECONDS
-
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._last: State | None = None
@@ -138,16 +131,12 @@ class Plain(Quiet):
     def show(self, state: State, *, begins: bool) -> None:
         last = self._last
         passed = state.elapsed - last.elapsed if last else 0.0
-        advanced = last and state.total and state.done >= last.done + self.share * state.total
-        due = (advanced and passed >= self.least) or passed >= self.seconds
+        advanced = last and state.total and state.done >= last.done + PLAIN_SHARE * state.total
+        due = (advanced and passed >= PLAIN_LEAST) or passed >= PLAIN_SECONDS
         # A run that starts is displayed with its first stage.
         if state.stage and (begins or due):
             self._last = state
-            self.write(state)
-
-    def write(self, state: State) -> None:
-        """Print a line."""
-        self.print(line(state, memory_in_use(), self.console.width))
+            self.print(line(state, memory_in_use(), self.console.width))
 
     def result(self, event: Measured) -> None:
         fraction = is_fraction(event.kind)
@@ -158,29 +147,6 @@ class Plain(Quiet):
     def print(self, text: str) -> None:
         """Print text without highlighting or wrapping."""
         self.console.print(printable(text, len(text)), highlight=False, soft_wrap=True, markup=False, emoji=False)
-
-
-class Json(Plain):
-    """JSON lines: where a stage begins, and about every hundredth of the stage or 5 seconds."""
-
-    share, least, seconds = JSON_SHARE, JSON_LEAST, JSON_SECONDS
-
-    def write(self, state: State) -> None:
-        self._write(to_dict(state, memory_in_use()))
-
-    def note(self, text: str) -> None:
-        self._write({"note": text})
-
-    def result(self, event: Measured) -> None:
-        self._write({event.kind: event.value, "standard_error": event.standard_error, "on": event.on, "when": event.when})
-
-    def close(self, state: State | None) -> None:
-        if state:
-            self._write({"stage": "finished", "elapsed": round(state.elapsed, 2), "fraction": 1.0, "seconds_left": 0.0})
-
-    def _write(self, fields: dict[str, Any]) -> None:
-        """Print one line; infinite and undefined numbers are strings, as in the report."""
-        print(json.dumps(finite(fields), allow_nan=False), file=self.console.file, flush=True)
 
 
 class Terminal(Plain):
@@ -225,11 +191,9 @@ def _renderer(mode: Mode) -> Renderer:
     console = Console(file=sys.stderr, emoji=False, markup=False, quiet=mode == "off", force_jupyter=False)
     if mode in ("quiet", "off"):
         return Quiet(console)
-    if mode == "json":
-        return Json(console)
-    if mode == "auto" and Console().is_jupyter:
+    if Console().is_jupyter:
         return Notebook(console)
-    return Terminal(console) if mode == "auto" and console.is_terminal and not console.is_dumb_terminal else Plain(console)
+    return Terminal(console) if console.is_terminal and not console.is_dumb_terminal else Plain(console)
 
 
 def line(state: State, memory: tuple[int, int], width: int) -> str:
@@ -256,23 +220,6 @@ def line(state: State, memory: tuple[int, int], width: int) -> str:
     name = state.stage if len(f"{of_run}{state.stage}") <= room else f"{state.stage[: room - 1]}…"
     text = f"{run}{of_run}{number}{name}{units}{tail}"
     return f"{text}  {state.detail}" if state.detail and len(text) + 2 + len(state.detail) < width else text[: width - 1]
-
-
-def to_dict(state: State, memory: tuple[int, int]) -> dict[str, Any]:
-    """A state as JSON-serializable data. `memory` of the result is the share of the machine's, 0 to 1."""
-    run = {"run": state.run, "runs": state.runs, "name": state.run_name} if state.runs else {}
-    return run | {
-        "stage": state.stage,
-        "number": state.number,
-        "stages": state.stages,
-        "unit": state.unit,
-        "done": round(state.done, 2),
-        "total": state.total,
-        "elapsed": round(state.elapsed, 2),
-        "fraction": None if state.fraction is None else round(state.fraction, 4),
-        "seconds_left": None if state.seconds_left is None else max(round(state.seconds_left, 2), 0.01),
-        "memory": round(memory[0] / memory[1], 4),
-    }
 
 
 def time_left(seconds: float) -> str:

@@ -1,15 +1,14 @@
-"""The forms of the progress display: at most 80 columns, plain lines, JSON lines, a live line, a bar, nothing."""
+"""The forms of the progress display: at most 80 columns, plain lines, a live line, a bar, nothing."""
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from typing import Any
 
 import pytest
 
-from sparsellm.pipeline.display import Display, human_seconds, line, time_left, to_dict
+from sparsellm.pipeline.display import Display, human_seconds, line, time_left
 from sparsellm.pipeline.events import Advanced, Event, Measured, NextRun, Note, Schedule, Stage
 from sparsellm.pipeline.progress import State
 from tests.unit.pipeline.test_progress import Clock, block
@@ -67,7 +66,6 @@ def test_time_left_is_never_zero(seconds: float, text: str) -> None:
 def test_unknown_time_left_is_left_out() -> None:
     state = State(0, 0, "", "opening", 0, 0, 0, 0, "", 2.0, None, "")
     assert line(state, (GIB, 16 * GIB), 80) == "opening  2s  memory 6%"
-    assert to_dict(state, (GIB, 16 * GIB))["seconds_left"] is None
 
 
 def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,28 +85,8 @@ def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_pipe_gets_a_line_every_30_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    play("plain", monkeypatch, seconds=31.0)
+    play("auto", monkeypatch, seconds=31.0)
     assert len([text for text in capsys.readouterr().err.splitlines() if "measuring dense" in text]) == 22
-
-
-def test_json_lines_parse_and_have_all_fields(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    play("json", monkeypatch)
-
-    def no_constant(word: str) -> float:
-        raise AssertionError(f"{word} is no JSON")
-
-    lines = [json.loads(text, parse_constant=no_constant) for text in capsys.readouterr().err.splitlines()]
-    states = [fields for fields in lines if "number" in fields]
-    assert len(states) > 10
-    for fields in states:
-        assert fields.keys() >= {"stage", "stages", "done", "total", "unit", "seconds_left", "memory", "elapsed", "fraction"}
-        assert fields["memory"] == 0.0625
-        assert fields["seconds_left"] is None or fields["seconds_left"] > 0
-    assert {"note": "pass --samples"} in lines
-    assert {"perplexity": "inf", "standard_error": None, "on": "demo", "when": "dense"} in lines
-    assert [fields["stage"] for fields in lines if fields.get("done") == 20] == ["measuring dense"]
-    assert lines[-1]["stage"] == "finished"
-    assert lines[-1]["seconds_left"] == 0
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("quiet", "note: pass --samples\n"), ("off", "")])
@@ -151,16 +129,15 @@ def test_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "note: pass --samples" in capsys.readouterr().err
 
 
-def test_an_error_ends_the_display_without_a_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display("json")
+def test_an_error_ends_the_display() -> None:
+    display = Display()
     display.__enter__()
     display(Stage("opening"))
     display.__exit__(ValueError, ValueError("wrong"), None)
-    assert "finished" not in capsys.readouterr().err
     assert not display._ticker.is_alive()
 
 
-@pytest.mark.parametrize("mode", ["plain", "json", "quiet"])
+@pytest.mark.parametrize("mode", ["auto", "quiet"])
 def test_what_several_runs_tell_alike_is_displayed_once(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Notes and the dense model's results; those of the pruned models are of each run, and so is a note with other figures."""
     with Display(mode) as display:
@@ -174,8 +151,7 @@ def test_what_several_runs_tell_alike_is_displayed_once(mode: Any, capsys: pytes
     shown = capsys.readouterr().err
     assert shown.count("the texts are short") == 1
     assert shown.count("damping was raised") == 2
-    assert [shown.count(f"demo{x}") for x in (", dense", ", pruned")] == [0 if mode != "plain" else n for n in (1, 3)]
-    assert [shown.count(f'"when": "{x}"') for x in ("dense", "pruned")] == [0 if mode != "json" else n for n in (1, 3)]
+    assert [shown.count(f"demo{x}") for x in (", dense", ", pruned")] == [0 if mode == "quiet" else n for n in (1, 3)]
 
 
 def test_the_numbers_of_runs_and_of_stages_stand_apart() -> None:
@@ -186,7 +162,7 @@ def test_the_numbers_of_runs_and_of_stages_stand_apart() -> None:
 
 
 def test_a_run_is_named_where_there_is_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with Display("plain") as display:
+    with Display() as display:
         display(NextRun(2, 2, "alps"))
         display(Schedule(("pruning",)))
         display(Stage("pruning"))
