@@ -25,7 +25,7 @@ LINES = {
     "models": 2_309,
     "pipeline": 11_741,
     "runtime": 1_463,
-    "solvers": 2_530,
+    "solvers": 2_541,
     "studies": 3_983,
     "texts": 2_610,
     "training": 1_640,

@@ -39,7 +39,8 @@ class LayerProblem:
         curvature: $S$, (out, out), positive semi-definite: the effect of output errors on the model's predictions. None for
             the identity.
         pruned_mask: (out, in) bool, True for weights that are already removed and stay zero; None if there are none.
-        shrinkage: Fraction in [0, 1] by which `gram` reduces the off-diagonal entries of $G$, which few tokens overestimate.
+        shrinkage: Fraction in [0, 1] by which `gram` moves $G$ toward a multiple of the identity, since few tokens spread its
+            eigenvalues.
     """
 
     weight: Tensor
@@ -91,8 +92,11 @@ class LayerProblem:
             raise InvalidSetting(f"This solver needs a Gram matrix, got {type(self.inputs).__name__}.")
         matrix = self.inputs.matrix.to(self.weight.dtype)
         if self.shrinkage:
-            diagonal = matrix.diagonal().clone()
-            matrix.mul_(1 - self.shrinkage).diagonal().copy_(diagonal)
+            diagonal = matrix.diagonal()
+            alive = diagonal > 0  # constant inputs stay at 0
+            mean = diagonal.sum() / alive.sum().clamp(min=1)
+            matrix.mul_(1 - self.shrinkage)
+            diagonal += self.shrinkage * mean * alive
         return matrix
 
     @property

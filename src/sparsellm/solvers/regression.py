@@ -45,7 +45,7 @@ class Regression(ABC):
 
         With the prior weight $W_0$, $D$ = diag $G$ and its mean $d$, the target is
         $W^\star = W_0 + (C - W_0 G)(G + \lambda D + \epsilon d I)^{-1}$. The ridge $\lambda$ is `moment_ridge`, $\epsilon$ is
-        `FLOOR`, and the problem's Gram matrix has `correlation_shrinkage`. Ridge and shrinkage tend to 0 with many tokens.
+        `FLOOR`, and the problem's Gram matrix has `oracle_shrinkage`. Ridge and shrinkage tend to 0 with many tokens.
 
         Args:
             prior: $W_0$, (out, in).
@@ -58,20 +58,22 @@ class Regression(ABC):
         # Solving for the correction W* - W0 returns exactly W0 if t = W0 x, whatever the rounding of the solve.
         residual = self._cross.to(prior.dtype) - matmul(prior, gram)
         scale = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.inf).rsqrt()  # to inputs of variance 1; 0 for dead ones
-        matched, more, moments, squares, features = devices.to_python(  # at once, since each reading waits for the device
+        matched, more, moments, correlations, squares, trace, features = devices.to_python(  # each reading waits for the device
             [
                 inner_float64(self._cross, prior),
                 inner_float64(residual, prior),
                 _squares(residual * scale),
                 _squares((gram * scale).mul_(scale.unsqueeze(1))),
+                _squares(gram),
+                devices.full_precision(gram.diagonal()).sum(),
                 _squares((scale > 0).to(gram.dtype).unsqueeze(0)),
             ]
         )
         power, size = self.power, {"features": round(features), "tokens": max(self.inputs.tokens, 1)}
         left = power - matched - more  # E‖t - W0 x‖²
-        ridge = moment_ridge(moments, left, squares, **size) if left > RESOLUTION * power else 0.0
+        ridge = moment_ridge(moments, left, correlations, **size) if left > RESOLUTION * power else 0.0
         target = torch.cholesky_solve(residual.T, _factor(gram, ridge)).T.add_(prior)
-        return LayerProblem(target, self._gram, curvature, shrinkage=correlation_shrinkage(squares, **size))
+        return LayerProblem(target, self._gram, curvature, shrinkage=oracle_shrinkage(squares, trace, **size))
 
     def bias(self, weight: Tensor) -> Tensor | None:
         """(out,): the best bias for a weight, (out, in); None if the bias is not fitted."""
@@ -150,16 +152,21 @@ def _squares(matrix: Tensor) -> Tensor:
     return inner_float64(matrix, matrix)
 
 
-def correlation_shrinkage(squares: float, features: int, tokens: int) -> float:
-    """The oracle approximating shrinkage of correlations toward the identity (Chen et al., 2010, eq. 23).
+def oracle_shrinkage(squares: float, trace: float, *, features: int, tokens: int) -> float:
+    r"""The oracle approximating shrinkage of a Gram matrix toward a multiple of the identity (Chen et al., 2010, eq. 23,
+    without its terms in 2/p).
 
     Args:
-        squares: tr K², with the correlations K of the inputs.
-        features: The number of inputs that are not constant.
-        tokens: The number of tokens that the correlations were computed from.
+        squares: tr G².
+        trace: tr G.
+        features: The number p of inputs that are not constant.
+        tokens: The number of tokens that the Gram matrix was computed from.
+
+    Returns:
+        $\rho$ in [0, 1]: the shrunk matrix is $(1 - \rho) G + \rho \, \mathrm{tr}(G) / p \, I$.
     """
-    surplus = squares - features
-    return min(1.0, (squares + features**2) / ((tokens + 1) * surplus)) if surplus > 0 else 0.0
+    surplus = squares - trace**2 / max(features, 1)
+    return min(1.0, (squares + trace**2) / ((tokens + 1) * surplus)) if surplus > 0 else 0.0
 
 
 class TargetRegression(Regression):

@@ -100,19 +100,26 @@ def test_targets_by_least_squares(noise: float, count: int, split: list[int], af
     seen = x.double() - x.double().mean(0) if affine else x.double()
     gram = seen.T @ seen / count
     torch.testing.assert_close(problem.inputs.matrix.double(), gram, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(problem.gram.diagonal().double(), gram.diagonal(), rtol=1e-4, atol=1e-4)
 
 
+@every_form
 @pytest.mark.parametrize("count", [6, 24, TOKENS])
-def test_correlations_shrink_as_in_scikit_learn(count: int) -> None:
+def test_a_gram_shrinks_as_in_scikit_learn(count: int, affine: bool) -> None:
     x, y = (signal[:count] for signal in tokens())
     covariance = pytest.importorskip("sklearn.covariance")
-    deviations = x.std(0, correction=0)
-    correlation, _ = covariance.oas(((x - x.mean(0)) / deviations).double().numpy())
-    wanted = torch.from_numpy(correlation) * deviations.outer(deviations)
-    off_diagonal = ~torch.eye(FEATURES, dtype=torch.bool)
-    gram = summed(x, y, True).problem(torch.zeros(OUTPUTS, FEATURES)).gram.double()
-    torch.testing.assert_close(gram[off_diagonal], wanted.double()[off_diagonal], rtol=1e-3, atol=1e-3)
+    wanted, shrinkage = covariance.oas(x.double().numpy(), assume_centered=not affine)
+    problem = summed(x, y, affine).problem(torch.zeros(OUTPUTS, FEATURES))
+    assert problem.shrinkage == pytest.approx(shrinkage, rel=1e-4)
+    torch.testing.assert_close(problem.gram.double(), torch.from_numpy(wanted).double(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_constant_input_stays_dead_when_a_gram_shrinks() -> None:
+    x, y = (signal[:24] for signal in tokens(constant=True))
+    alive = [number for number in range(FEATURES) if number not in CONSTANT_INPUTS]
+    problem, other = summed(x, y, True).problem(torch.zeros(OUTPUTS, FEATURES)), summed(x[:, alive], y, True)
+    assert problem.shrinkage > 0.01
+    assert not bool(problem.gram[CONSTANT_INPUTS].any())
+    torch.testing.assert_close(problem.gram[alive][:, alive], other.problem(torch.zeros(OUTPUTS, len(alive))).gram)
 
 
 @pytest.mark.parametrize("change", [0.0, 0.05, 0.5], ids=lambda size: f"changes of {size}")
