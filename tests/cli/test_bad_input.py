@@ -290,51 +290,6 @@ def test_models_of_the_wrong_kind(damaged: Path, tmp_path: Path, command: Comman
     assert not (tmp_path / "out").exists()
 
 
-LAYERS = "blocks: model.layers\n"
-PLAIN = "groups: [[mlp.up_proj], [mlp.down_proj]]\nfeed_forward: {up: mlp.up_proj, out_proj: mlp.down_proj}\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "parts"),
-    [
-        (None, ("cannot be read", "form.yaml")),
-        ("blocks: [x\n", ("not YAML",)),
-        ("- a\n", ("field: value", "list", "docs/families.md")),
-        ("block: model.layers\n", ("'block'", "'blocks'")),
-        ("groups: [[a]]\n", ("lacks `blocks:`",)),
-        (LAYERS, ("lacks `groups:`",)),
-        (f"{LAYERS}groups: [a, b]\n", ("`groups:` must be lists",)),
-        (f"{LAYERS}groups: [[1]]\n", ("must be text", "1")),
-        (f"{LAYERS}groups: [[mlp.up_porj]]\n", ("'mlp.up_porj'", "'mlp.up_proj'")),
-        ("blocks: model.layer\ngroups: [[mlp.up_proj]]\n", ("no model.layer",)),
-        (f"{LAYERS}groups: [[mlp.up_proj]]\nfeed_forward: {{up: a}}\n", ("`up:` and `out_proj:`",)),
-        (f"{LAYERS}groups: [[a]]\nfeed_forward: {{up: a, out_proj: b}}\n", ("'b'", "in no group")),
-        (f"{LAYERS}{PLAIN}", ("needs `activation:`",)),
-        (f"{LAYERS}{PLAIN}activation: hidden_akt\n", ("'hidden_akt'", "relu, silu")),
-        (f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: 3}}\n", ("`splits:` of mlp.up_proj", "3")),
-        (
-            f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: {{shares: {{a: 7, b: 6}}}}}}\n",
-            ("not of the form", "48 outputs do not divide into (7, 6)"),
-        ),
-        (
-            f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: {{shares: {{a: no_such_key}}}}}}\n",
-            ("whole numbers above 0", "'no_such_key'"),
-        ),
-        (f"{LAYERS}groups: [[mlp.up_proj]]\nexperts: mlp.experts\n", ("'mlp.experts'", "in no block")),
-    ],
-)
-def test_faulty_architectures(
-    content: str | None, parts: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Command
-) -> None:
-    """A description that cannot be read, or that the model does not bear out, is refused with what is wrong in it."""
-    file = tmp_path / "form.yaml"
-    if content is not None:
-        file.write_text(content)
-    words = ("--architecture", file, "--method", "magnitude")
-    refused(command("prune", tiny["llama"], tmp_path / "out", *words), *parts)
-    assert not (tmp_path / "out").exists()
-
-
 def test_revisions(tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revision of a folder, and one that the hub does not have, are refused; one that it has is what is asked for."""
     words = (tmp_path / "out", "--method", "magnitude", "--revision", "v2")
@@ -535,12 +490,12 @@ def test_the_tokenizer_is_loaded_first(
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["words.txt", "words.jsonl", "words.parquet", "recipe.yaml", "form.yaml", "shares.yaml"])
+@pytest.mark.parametrize("name", ["words.txt", "words.jsonl", "words.parquet", "recipe.yaml", "shares.yaml"])
 def test_pipes_are_not_waited_for(name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """A pipe that nobody writes to is refused where a file of text or of settings is expected."""
     pipe = tmp_path / name
     os.mkfifo(pipe)
-    option = {"recipe": "--config", "form": "--architecture", "shares": "--allocation", "words": "--calibration"}[pipe.stem]
+    option = {"recipe": "--config", "shares": "--allocation", "words": "--calibration"}[pipe.stem]
     words = ("--method", "wanda", "--sequence-length", 16, "--calibration", text_file, option, pipe)
     with limited():
         refused(command("prune", tiny["llama"], tmp_path / "out", *words), "not a regular file")

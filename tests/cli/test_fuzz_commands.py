@@ -29,7 +29,6 @@ Command = Callable[..., Result]
 SHOWN: dict[str, tuple[str, str]] = {
     "recipe.yaml": ("prune", "--config"),
     "shares.yaml": ("prune", "--allocation"),
-    "form.yaml": ("prune", "--architecture"),
     "words.txt": ("evaluate", "--text"),
     "words.raw": ("evaluate", "--text"),
     "words.json": ("evaluate", "--text"),
@@ -55,7 +54,6 @@ def content(name: str, dense: Path) -> bytes:
         "recipe.yaml": "model: dense\nmethod: magnitude\nsparsity: 2:4\nseed: 3\n",
         "sweep.yaml": f"recipe: {{model: {json.dumps(str(dense))}, method: magnitude}}\naxes: {{sparsity: [50%]}}\n",
         "shares.yaml": '"self_attn.*": 50%\nmlp.*: 2:4\n',
-        "form.yaml": "blocks: model.layers\ngroups: [[self_attn.q_proj], [mlp.up_proj], [mlp.down_proj]]\n",
         "words.txt": TEXT * 3,
         "words.raw": f" = Title = \n \n {TEXT * 3} \n",
         "words.json": json.dumps([TEXT, {"text": TEXT}]),

@@ -64,7 +64,6 @@ def test_a_home_that_cannot_be_written(tiny: dict[str, Path], text_file: Path, t
         ("prune", "MODEL", "~nosuchuser/out", "--method", "magnitude"),
         ("prune", "MODEL", "out", "--calibration", "~nosuchuser/text.txt"),
         ("prune", "MODEL", "out", "--method", "magnitude", "--task", "boolq", "--task-data", "~nosuchuser/tasks"),
-        ("prune", "MODEL", "out", "--method", "magnitude", "--architecture", "~nosuchuser/form.yaml"),
         ("prune", "--config", "~nosuchuser/recipe.yaml", "out"),
         ("recover", "~nosuchuser/pruned", "out", "--against", "demo:opt", "--calibration", "demo"),
         ("plan", "MODEL", "--method", "magnitude", "--evaluate", "~nosuchuser/text.txt"),

@@ -53,7 +53,6 @@ CASES = [
     ((*PRUNE, "--values", "int4", "--group-size", "100"), "multiple of 64"),
     ((*PRUNE, "--epochs", "2"), "--epochs belongs to"),
     ((*PRUNE, "--allocation", "no.yaml"), "The allocation no.yaml cannot be read: No such file"),
-    ((*PRUNE, "--architecture", "no.yaml"), "The architecture no.yaml cannot be read: No such file"),
     ((*PRUNE, "--evaluate", "no.txt"), "There is no file"),
     ((*PRUNE, "--task", "boolq", "--task-data", "nowhere"), "There is no folder nowhere"),
     (("prune", "./nowhere", "out", "--method", "magnitude"), "There is no folder ./nowhere"),

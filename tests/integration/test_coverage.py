@@ -110,24 +110,24 @@ def test_a_model_that_is_covered_in_part_is_refused(
     message = " ".join(result.stderr.split())
     assert "Only 14.3 % of the matrix weights in the blocks of a MixtralForCausalLM can be pruned" in message
     assert "model.layers.*.mlp.experts.gate_up_proj" in message
-    assert "--architecture" in message
+    assert "At least 95 %" in message
     assert not (tmp_path / "out").exists()
 
 
-def test_a_part_that_the_user_names_is_told(half_covered: Path, tmp_path: Path, command: Command) -> None:
-    """With --architecture the part is pruned, and stdout, report and card say how much of the blocks that is."""
-    form, out = tmp_path / "form.yaml", tmp_path / "out"
-    form.write_text("blocks: model.layers\ngroups:\n  - [self_attn.q_proj, self_attn.k_proj, self_attn.v_proj]\n")
-    planned = command("plan", half_covered, *WORDS, "--architecture", form)
-    result = command("prune", half_covered, out, *WORDS, "--architecture", form)
+def test_a_part_that_layers_cover_is_told(
+    half_covered: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the layers hold enough, they are pruned, and stdout, report and card say how much of the blocks that is."""
+    monkeypatch.setattr("sparsellm.models.coverage.MIN_COVERAGE", 0.1)
+    out = tmp_path / "out"
+    planned = command("plan", half_covered, *WORDS)
+    result = command("prune", half_covered, out, *WORDS)
     assert result.exit_code == 0, result.stderr
     found = report_of(out)["coverage"]
-    assert found["pruned"] == 2 * (32 * 32 + 2 * 32 * 16)
+    assert found["pruned"] == 2 * (2 * 32 * 32 + 2 * 32 * 16)
     assert found["share"] == found["pruned"] / found["matrix_weights"] < 0.15
     assert set(found["not_covered"]) == {
-        f"model.layers.{block}.{name}"
-        for block in range(2)
-        for name in ("self_attn.o_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        f"model.layers.{block}.{name}" for block in range(2) for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     }
     told = f"The pruned layers hold {100 * found['share']:.2f} % of the matrix weights in the blocks. No layer covers"
     for text in (planned.stdout, result.stdout, (out / "README.md").read_text(encoding="utf-8")):

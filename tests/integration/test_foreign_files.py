@@ -16,8 +16,7 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.files import card_terms, check_files
 from sparsellm.checkpoints.loading import context_length
-from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
-from sparsellm.models.architecture_file import read_architecture
+from sparsellm.errors import BadCheckpoint, BadText
 from sparsellm.pipeline.outputs import read_output
 from sparsellm.texts.texts import read_text
 from tests.conftest import long_unless
@@ -43,14 +42,6 @@ def test_report_naming_an_impossible_file(name: str, tiny: dict[str, Path], tmp_
     file.write_text(json.dumps({**report, "files": [*report["files"], name]}))
     with pytest.raises(BadCheckpoint, match="not in the folder"):
         read_output(tmp_path / "out")
-
-
-@pytest.mark.parametrize("value", ["[1, a]", "x", "true", "5"])
-def test_splits_that_are_no_mapping(value: str, tmp_path: Path) -> None:
-    file = tmp_path / "form.yaml"
-    file.write_text(f"blocks: model.layers\ngroups: [[q]]\nsplits: {value}\n")
-    with pytest.raises(InvalidSetting, match="`splits:` must name"):
-        read_architecture(file)
 
 
 def test_parquet_of_text_that_is_not_utf8(tmp_path: Path) -> None:

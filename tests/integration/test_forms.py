@@ -1,4 +1,4 @@
-"""Models that see, families that the table lacks, forms that a user describes, and checkpoints as they come."""
+"""Models that see, families that the table lacks, and checkpoints as they come."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typer.testing import Result
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.models.architecture_file import describe, read_architecture
-from sparsellm.models.architectures import ARCHITECTURES
+from sparsellm.models.architectures import ARCHITECTURES, Architecture
 from sparsellm.models.blocks import blocks_of
+from sparsellm.models.feedforward import PlainFeedForward
 from sparsellm.pipeline.inspection import inspect
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
@@ -165,84 +165,34 @@ def test_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model without a list of like modules is refused, with what to do about it."""
     model = random(LACKING["starcoder2"])
     model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(UnsupportedModel, match=r"blocks are not found.*`architecture="):
+    with pytest.raises(UnsupportedModel, match=r"blocks are not found.*ARCHITECTURES"):
         blocks_of(model)
 
 
-DESCRIBED = """\
-blocks: model.layers
-groups:
-  - [self_attn.q_proj, self_attn.k_proj, self_attn.v_proj]
-  - [self_attn.o_proj]
-  - [mlp.c_fc]
-  - [mlp.c_proj]
-feed_forward: {up: mlp.c_fc, out_proj: mlp.c_proj}
-activation: hidden_act
-"""
-
-
-def test_ten_lines_describe_a_family(tmp_path: Path) -> None:
+def test_an_entry_in_the_table_describes_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that the table lacks, described by its user, is coupled like any other, in memory and streamed."""
-    assert len(DESCRIBED.splitlines()) <= 10
-    file, source = tmp_path / "form.yaml", tmp_path / "dense"
-    file.write_text(DESCRIBED)
+    described = Architecture(
+        blocks="model.layers",
+        groups=(
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("self_attn.o_proj",),
+            ("mlp.c_fc",),
+            ("mlp.c_proj",),
+        ),
+        feed_forward=PlainFeedForward(up="mlp.c_fc", out_proj="mlp.c_proj"),
+        activation="hidden_act",
+    )
+    monkeypatch.setitem(ARCHITECTURES, "starcoder2", described)
+    source = tmp_path / "dense"
     random(LACKING["starcoder2"]).save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
-    chosen = {"architecture": str(file), "sparsity": "2:4"}
-    folders = [written(source, tmp_path / str(stream), "sparsellm", offload=stream, **chosen) for stream in (False, True)]
+    folders = [written(source, tmp_path / str(stream), "sparsellm", offload=stream, sparsity="2:4") for stream in (False, True)]
     one, other = (tensors_of(folder) for folder in folders)
     assert all(torch.equal(one[key], other[key]) for key in one)
     report = json.loads((folders[0] / "sparsellm.json").read_text())
     assert [note for note in report["notes"] if "different calibration tokens" not in note] == []
     assert all(block["epochs"] for block in report["blocks"])
-    assert inspect(str(folders[0]), str(source), "2:4", architecture=file).as_expected
-
-
-SAYS = {
-    "phi3": """\
-blocks: model.layers
-groups:
-  - [self_attn.qkv_proj.q, self_attn.qkv_proj.k, self_attn.qkv_proj.v]
-  - [self_attn.o_proj]
-  - [mlp.gate_up_proj.gate, mlp.gate_up_proj.up]
-  - [mlp.down_proj]
-feed_forward: {gate: mlp.gate_up_proj.gate, up: mlp.gate_up_proj.up, out_proj: mlp.down_proj}
-activation: hidden_act
-splits:
-  self_attn.qkv_proj: {shares: {q: num_attention_heads, k: num_key_value_heads, v: num_key_value_heads}}
-  mlp.gate_up_proj: [gate, up]
-""",
-    "gpt_neox": """\
-blocks: gpt_neox.layers
-groups:
-  - [attention.query_key_value.q, attention.query_key_value.k, attention.query_key_value.v]
-  - [attention.dense]
-  - [mlp.dense_h_to_4h]
-  - [mlp.dense_4h_to_h]
-feed_forward: {up: mlp.dense_h_to_4h, out_proj: mlp.dense_4h_to_h}
-activation: hidden_act
-splits: {attention.query_key_value: {shares: {q: 1, k: 1, v: 1}, repeated: num_attention_heads}}
-""",
-    "mixtral": """\
-blocks: model.layers
-groups: [[self_attn.q_proj, self_attn.k_proj, self_attn.v_proj], [self_attn.o_proj]]
-activation: hidden_act
-experts: mlp.experts
-""",
-}
-
-
-@pytest.mark.parametrize(("name", "text"), SAYS.items(), ids=SAYS)
-def test_a_description_says_what_the_table_says(name: str, text: str, tmp_path: Path) -> None:
-    """Fused layers and experts too: the same layers, groups and parts as from the family's own line."""
-    file = tmp_path / "form.yaml"
-    file.write_text(text)
-    pairs = zip(blocks_of(tiny(name)), blocks_of(describe(tiny(name), read_architecture(file))), strict=True)
-    for wanted, got in pairs:
-        assert got.architecture.groups == wanted.architecture.groups
-        assert got.architecture.feed_forward_parts == wanted.architecture.feed_forward_parts
-        for layer in wanted.layers:
-            assert torch.equal(wanted.layer(layer).weight, got.layer(layer).weight)
+    assert inspect(str(folders[0]), str(source), "2:4").as_expected
 
 
 def halves(weight: Tensor) -> Tensor:

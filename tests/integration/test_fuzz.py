@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import CannotResume
-from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.inspection import inspect, planned_patterns
 from sparsellm.pipeline.journal import Journal
@@ -211,23 +210,6 @@ def test_sweep_folders(small: Path, tmp_path: Path) -> None:
     fuzz(home / "sweep.json", values(home / "sweep.json"), read)
     (home / "sweep.json").write_bytes(whole)
     fuzz(cell.result, values(cell.result), read)
-
-
-def test_architectures(copied: Path, tmp_path: Path) -> None:
-    file = tmp_path / "form.yaml"
-    texts = [
-        "blocks: model.layers\ngroups: [[self_attn.q_proj], [mlp.up_proj], [mlp.down_proj]]\n"
-        "feed_forward: {up: mlp.up_proj, out_proj: mlp.down_proj}\nactivation: hidden_act\n",
-        "blocks: model.layers\ngroups: [[self_attn.q_proj.a, self_attn.q_proj.b]]\n"
-        "splits: {self_attn.q_proj: {shares: {a: 4, b: hidden_size}, repeated: 1}}\n",
-    ]
-
-    def read() -> None:
-        described = read_architecture(file)
-        blocks = blocks_of(open_checkpoint(str(copied), architecture=described).skeleton())
-        uniform_plan(blocks, parse_pattern("2:4"))
-
-    fuzz(file, both(texts), read)
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_files_say_what_the_class_says(
     for folder in (tmp_path / "all", tmp_path / "some", tmp_path / "packed"):
         by_files, by_class = (
             _listed_by_files(str(folder)),
-            _listed_by_class(open_source(folder, None, trusted=False, packed=True)),
+            _listed_by_class(open_source(folder, trusted=False, packed=True)),
         )
         assert (by_files is not None) == told
         if by_files is not None:

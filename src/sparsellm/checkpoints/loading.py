@@ -30,8 +30,6 @@ from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, dtype_name, first_line
-from sparsellm.models.architecture_file import describe
-from sparsellm.models.architectures import Architecture
 from sparsellm.models.loaded_model import check_in_memory
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
@@ -47,7 +45,6 @@ class Checkpoint:
 
     Attributes:
         name: Its name as the user wrote it.
-        architecture: The architecture as described by the user, if any.
         packed: Whether it is packed. Its configuration and its skeleton are those of the dense model.
         quantization: How its weights are quantized, in a sentence; empty if they are not. They are dequantized when read.
         stamps: Its files as they were when it was opened.
@@ -58,7 +55,6 @@ class Checkpoint:
     config: PretrainedConfig
     stamps: Stamps
     trusted: bool = False
-    architecture: Architecture | None = None
     packed: bool = False
     quantization: str = ""
     model: ClassVar[None] = None
@@ -73,7 +69,7 @@ class Checkpoint:
         with torch.device("meta"):
             model = empty_model(self.name, self.config, self.trusted, self.dtype(dtype))
         model.tie_weights()
-        return describe(model, self.architecture)
+        return model
 
     def origin(self) -> Origin:
         """Return the description of the model for the cards of models made from it."""
@@ -113,7 +109,6 @@ class Checkpoint:
         with init_empty_weights(include_buffers=False):
             model = empty_model(self.name, self.config, self.trusted, self.dtype(dtype))
         model.tie_weights()  # outside the context, which replaces every parameter
-        model = describe(model, self.architecture)
         locations = locate_tensors(self.files(), model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -163,7 +158,7 @@ class Checkpoint:
                 "The download may be incomplete, or config.json belongs to another model."
             )
         _check_finite(self.name, model)
-        return describe((model if device is None else model.to(device)).eval(), self.architecture)
+        return (model if device is None else model.to(device)).eval()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer, as `load_tokenizer`."""
@@ -241,20 +236,12 @@ class InMemoryModel:
         return self.own_tokenizer
 
 
-def open_checkpoint(
-    name: str,
-    revision: str | None = None,
-    trusted: bool = False,
-    *,
-    architecture: Architecture | None = None,
-    packed: bool = False,
-) -> Checkpoint:
+def open_checkpoint(name: str, revision: str | None = None, trusted: bool = False, *, packed: bool = False) -> Checkpoint:
     """Open a checkpoint, and check its configuration and the headers of its weight files. The weights are not read.
 
     Args:
         revision: Branch, tag or commit of a hub name.
         trusted: Whether the checkpoint's own code may run.
-        architecture: Its architecture, if missing from the table of families or different.
         packed: Whether it may be packed. Its tensors are then decoded when they are read.
 
     Raises:
@@ -268,7 +255,7 @@ def open_checkpoint(
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)  # of weights that are decoded when they are read
     check_fields(name, fields, config)
-    checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, architecture, opened.packed, opened.quantization)
+    checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, opened.packed, opened.quantization)
     skeleton = checkpoint.skeleton()
     if not check_tensors(name, skeleton, fields=fields, files=files, headers=headers):
         for part in (config, config.get_text_config()):

@@ -26,8 +26,8 @@ from sparsellm.errors import plural
 from sparsellm.pipeline.recipe_fields import EVALUATION
 
 
-# Python alone has these two: options of the command line are frozen.
-@options.recipe_options(*EVALUATION, without=("architecture", "offload"), shown=("task",))
+# Python alone has `offload`: options of the command line are frozen.
+@options.recipe_options(*EVALUATION, without=("offload",), shown=("task",))
 def evaluate(
     context: typer.Context,
     model: options.Model,
@@ -74,7 +74,7 @@ def evaluate(
             print_evaluation(stdout, result, against)
 
 
-@options.recipe_options("trust_remote_code", "architecture")
+@options.recipe_options("trust_remote_code")
 def inspect(
     context: typer.Context,
     model: options.Model,
@@ -83,7 +83,6 @@ def inspect(
     expect: options.Expect = None,
     as_json: options.JsonOption = False,
     trust_remote_code: bool = False,
-    architecture: str | None = None,
 ) -> None:
     """Count the zeros in each layer, and check the sparsity pattern.
 
@@ -102,7 +101,7 @@ def inspect(
         from sparsellm.pipeline.inspection import inspect as inspect_model
 
         with displayed(f"reading {model}", context):
-            result = inspect_model(model, against, expect, trust_remote_code=trust_remote_code, architecture=architecture)
+            result = inspect_model(model, against, expect, trust_remote_code=trust_remote_code)
         if as_json:
             print_json(result.to_dict())
         else:
@@ -112,7 +111,7 @@ def inspect(
             raise typer.Exit(1)
 
 
-@options.recipe_options("trust_remote_code", "architecture")
+@options.recipe_options("trust_remote_code")
 def verify(
     context: typer.Context,
     output: options.Finished,
@@ -120,7 +119,6 @@ def verify(
     against: options.Dense = None,
     as_json: options.JsonOption = False,
     trust_remote_code: bool = False,
-    architecture: str | None = None,
 ) -> None:
     """Check that a pruned model is unchanged since `prune` wrote it.
 
@@ -141,7 +139,7 @@ def verify(
 
         try:
             with displayed(f"verifying {output}", context):
-                result = verify_output(output, against, trust_remote_code=trust_remote_code, architecture=architecture)
+                result = verify_output(output, against, trust_remote_code=trust_remote_code)
         except VerificationFailed as error:
             if as_json:
                 print_json({"output": output, "against": against, "holds": False, "differences": error.differences})
@@ -156,7 +154,7 @@ def verify(
         print_line(stdout, f"{output}: {files}, {tensors} and {layers} match its report{changed}{dense}.")
 
 
-@options.recipe_options("trust_remote_code", "architecture")
+@options.recipe_options("trust_remote_code")
 def push(
     context: typer.Context,
     output: options.Finished,
@@ -168,7 +166,6 @@ def push(
     dry_run: options.DryRun = False,
     as_json: options.JsonOption = False,
     trust_remote_code: bool = False,
-    architecture: str | None = None,
 ) -> None:
     """Verify a pruned model and push it to the Hugging Face hub. Log in with `hf auth login` or HF_TOKEN.
 
@@ -195,7 +192,6 @@ def push(
             overwrite=overwrite,
             dry_run=dry_run,
             trust_remote_code=trust_remote_code,
-            architecture=architecture,
         )
         if as_json:
             print_json(asdict(result))

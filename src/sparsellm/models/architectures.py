@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sparsellm.errors import InvalidSetting, UnsupportedModel
+from sparsellm.errors import UnsupportedModel
 from sparsellm.models.experts import GATED, experts_of
 from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, FeedForward, GatedFeedForward, PlainFeedForward
 
@@ -46,10 +46,10 @@ class Split:
 
 
 def _number(config: Any, value: str | int) -> int:
-    """Return a positive integer, given directly or by its name in the configuration; raise InvalidSetting for others."""
+    """Return a positive integer, given directly or by its name in the configuration; raise UnsupportedModel for others."""
     number = getattr(config, value, None) if isinstance(value, str) else value
     if not isinstance(number, int) or number < 1:
-        raise InvalidSetting(f"`splits:` needs whole numbers above 0, or the configuration's keys for them, got {value!r}.")
+        raise UnsupportedModel(f"Fused layers are split by whole numbers above 0, and config.json has {number!r} for {value}.")
     return number
 
 
@@ -65,7 +65,7 @@ class Architecture:
         activation: The configuration's key that names the activation function, or the name itself.
         splits: Fused layers by name.
         experts: The module that holds the experts as three-dimensional parameters; empty for none.
-        known: Whether the table or the user describes the family; False for a discovered architecture.
+        known: Whether the table describes the family; False for a discovered architecture.
         expert_parts: The feed-forward layers of each expert; set by `of`.
     """
 
@@ -294,6 +294,6 @@ def discover_architecture(model: PreTrainedModel) -> Architecture:
     if not longest:
         raise UnsupportedModel(
             f"A {type(model).__name__} has no list of modules that all hold linear layers, so its blocks are not found. "
-            "Describe it with `architecture='file.yaml'` (docs/families.md)."
+            "Describe the family in ARCHITECTURES of sparsellm.models.architectures (docs/families.md)."
         )
     return Architecture(blocks=longest, groups=(), feed_forward=None, activation="", known=False)

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 TOWERS = ("", "model.language_model.", "language_model.", "model.text_model.", "language_model.model.")
 """Path prefixes of the language model; in multimodal models they replace the "model." of `Architecture.blocks`."""
 
-ARCHITECTURE_ATTRIBUTE = "sparsellm_architecture"
-"""Attribute of a model that holds the architecture that its user describes."""
-
 HEAD_ARCHITECTURE = Architecture(blocks="", groups=(("",),), feed_forward=None, activation="")
 """The architecture of an output head as a block: its only layer is the module itself, whose name within the block is empty."""
 
@@ -235,14 +232,14 @@ def output_tensor(output: Any) -> Tensor:
 def blocks_of(model: PreTrainedModel) -> list[Block]:
     """Return the decoder blocks of a model, in order; of a multimodal model, those of its language model.
 
-    The architecture is the user's (`describe`), else the family's in the table, else a discovered one.
+    The architecture is the family's in the table, else a discovered one.
 
     Raises:
         UnsupportedModel: No blocks are found, they do not have the described layers, or two of them share weights.
     """
     if not hasattr(model, "config"):
         raise UnsupportedModel(f"A {type(model).__name__} is no model. Load one with AutoModelForCausalLM.")
-    architecture = getattr(model, ARCHITECTURE_ATTRIBUTE, None) or architecture_of(model.config) or discover_architecture(model)
+    architecture = architecture_of(model.config) or discover_architecture(model)
     paths = [f"{tower}{architecture.blocks.removeprefix('model.') if tower else architecture.blocks}" for tower in TOWERS]
     modules = dict(model.named_modules())
     path = next((path for path in paths if path in modules), None)

@@ -13,13 +13,13 @@ from torch.nn.modules.conv import _ConvNd
 
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.architectures import ROUTERS, is_linear
-from sparsellm.models.blocks import ARCHITECTURE_ATTRIBUTE, Block
+from sparsellm.models.blocks import Block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_COVERAGE = 0.95
-"""Minimum share of prunable matrix weights, for models without an architecture from the user."""
+"""Minimum share of prunable matrix weights."""
 
 SENSES = ("vision_config", "audio_config", "speech_config")
 """Configuration keys of the image and audio towers of a multimodal model."""
@@ -116,12 +116,12 @@ def coverage_of(model: PreTrainedModel, blocks: Sequence[Block]) -> Coverage:
 
 
 def check_coverage(model: PreTrainedModel, coverage: Coverage) -> None:
-    """Raise UnsupportedModel for coverage below `MIN_COVERAGE`, unless the user describes the architecture."""
-    if hasattr(model, ARCHITECTURE_ATTRIBUTE) or coverage.share >= MIN_COVERAGE:
+    """Raise UnsupportedModel for coverage below `MIN_COVERAGE`."""
+    if coverage.share >= MIN_COVERAGE:
         return
     raise UnsupportedModel(
         f"Only {100 * coverage.share:.1f} % of the matrix weights in the blocks of a {type(model).__name__} can be pruned: no "
-        f"layer covers {coverage.uncovered}. Name the layers to prune with `architecture='file.yaml'` (docs/families.md)."
+        f"layer covers {coverage.uncovered}. At least {100 * MIN_COVERAGE:.0f} % is needed (docs/families.md)."
     )
 
 

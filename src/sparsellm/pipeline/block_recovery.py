@@ -18,7 +18,6 @@ from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed, dtype_name
 from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
-from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.input_digests import WEIGHT_ENDINGS, changed_input, run_inputs
@@ -165,8 +164,7 @@ def recovery_plan(
         VerificationFailed: The pruned checkpoint was changed since it was written, or was made from another dense model.
     """
     output = read_finished(recipe.pruned)
-    described = None if recipe.architecture is None else read_architecture(recipe.architecture)
-    pruned = open_checkpoint(str(output.folder), trusted=recipe.trust_remote_code, architecture=described)
+    pruned = open_checkpoint(str(output.folder), trusted=recipe.trust_remote_code)
     if not any(layer.zeros for layer in output.report.layers):
         raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
     pruned_shapes, dense_shapes = _shapes(pruned), _shapes(source)
@@ -182,7 +180,7 @@ def recovery_plan(
     dense = source.folder or source.skeleton()
     if verified:
         _check_dense(recipe, output, source)
-        verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
+        verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code)
     blocks = output.report.blocks
     plan = {layer.name: layer.pattern for block in blocks for layer in block.layers}
     scales = _trainable_scales(recipe, output.folder, pruned.skeleton(), plan)

@@ -32,10 +32,8 @@ def check_inputs(recipe: RunRecipe, *, given: Collection[str] | None = None, has
     texts = {"calibration": [recipe.calibration] if recipe.reads_text else [], "evaluate": recipe.evaluate}
     for text in (text for field, named in texts.items() if field not in (given or ()) for text in named):
         check_text(str(text))
-    files = {"architecture": recipe.architecture, "allocation": recipe.allocation_rule}
-    for kind, file in files.items():
-        if file is not None and file not in RULES:
-            _check_readable(file, kind)
+    if recipe.allocation_rule not in RULES:
+        _check_readable(recipe.allocation_rule, "allocation")
     if recipe.task_data is not None and not local_path(recipe.task_data).is_dir():
         raise BadText(f"There is no folder {recipe.task_data}. Put the questions there, or leave out `task_data`.")
     if not has_model:

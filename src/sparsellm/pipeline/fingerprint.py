@@ -82,7 +82,7 @@ def fingerprint(
 
 
 def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
-    """Fingerprint of a model: digests of its files, the license terms in its card, and the architecture file's content.
+    """Fingerprint of a model: digests of its files, and the license terms in its card.
 
     Every byte of the weights is read, once per process.
     """
@@ -94,8 +94,6 @@ def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
             f"file {file.relative_to(folder)}": digest for file, digest in zip(files, pool.map(contents, files), strict=True)
         }
     result["terms in README.md"] = card_terms(folder)
-    if source.architecture is not None:
-        result["contents of `architecture`"] = repr(source.architecture)
     return result
 
 

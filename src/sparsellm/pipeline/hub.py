@@ -52,7 +52,6 @@ def push(
     overwrite: bool = False,
     dry_run: bool = False,
     trust_remote_code: bool = False,
-    architecture: str | Path | None = None,
 ) -> Pushed:
     """Verify a finished output and upload it to the hub, with the login of huggingface_hub.
 
@@ -66,7 +65,6 @@ def push(
         overwrite: Replace the files of an existing repository.
         dry_run: Run all local checks without uploading.
         trust_remote_code: Run Python code that comes with the checkpoint.
-        architecture: YAML file that describes the model's architecture.
 
     Returns:
         What was uploaded, or would be.
@@ -84,7 +82,7 @@ def push(
     finished = read_finished(output)
     if not dry_run and get_token() is None:
         raise AccessDenied("Pushing needs a login. Run `hf auth login` with a token that has write access, or set HF_TOKEN.")
-    verify(output, trust_remote_code=trust_remote_code, architecture=architecture)
+    verify(output, trust_remote_code=trust_remote_code)
     files = tuple(sorted(finished.report.files))
     size = sum((finished.folder / name).stat().st_size for name in files)
     api, branch = HfApi(library_name="sparsellm", library_version=__version__), revision or MAIN

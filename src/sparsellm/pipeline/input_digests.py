@@ -10,7 +10,6 @@ from pathlib import Path
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.errors import CannotResume, SparseLLMError
-from sparsellm.models.architecture_file import read_architecture
 from sparsellm.pipeline.fingerprint import NOT_DECISIVE, contents, model_fingerprint
 from sparsellm.pipeline.outputs import read_output
 from sparsellm.pipeline.publication import Paths
@@ -122,9 +121,7 @@ def check_kept(folder: Path, recipe: RunRecipe) -> None:
 def current_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
     """The inputs of a recipe as they are now; empty if its model cannot be opened any more."""
     with suppress(SparseLLMError):
-        described = None if recipe.architecture is None else read_architecture(recipe.architecture)
-        trusted = recipe.trust_remote_code
-        return run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, trusted, architecture=described))
+        return run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
     return {}
 
 

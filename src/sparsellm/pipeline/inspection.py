@@ -163,7 +163,6 @@ def inspect(
     expect: str | float | Pattern | None = None,
     *,
     trust_remote_code: bool = False,
-    architecture: str | Path | None = None,
 ) -> Inspection:
     """Count the zeros of a model tensor by tensor, check a pattern, and compare with another model.
 
@@ -176,18 +175,17 @@ def inspect(
             layer of the blocks if there is no such file. If the run allocated different sparsities to the layers, each layer
             must have its own, and all together the expected one.
         trust_remote_code: Run Python code that comes with the checkpoints.
-        architecture: YAML file that describes the model's architecture.
 
     Returns:
         The zeros of each layer and of the model, whether the pattern holds, and the tensors that differ.
 
     Raises:
-        InvalidSetting: The pattern or the architecture is invalid.
+        InvalidSetting: The pattern is invalid.
         BadCheckpoint: A checkpoint or its report cannot be read.
     """
-    named = isinstance(model, (str, Path)) and against is None and architecture is None and not trust_remote_code
+    named = isinstance(model, (str, Path)) and against is None and not trust_remote_code
     listed = _listed_by_files(str(model)) if named else None
-    listed = listed or _listed_by_class(open_source(model, architecture, trusted=trust_remote_code, packed=True))
+    listed = listed or _listed_by_class(open_source(model, trusted=trust_remote_code, packed=True))
     pattern = expect if expect is None or isinstance(expect, Pattern) else parse_pattern(str(expect))
     tensors, layers_of, planned = listed.tensors, listed.layers, listed.planned
     all_layers = [name for pairs in layers_of.values() for name, _ in pairs]
@@ -213,7 +211,7 @@ def inspect(
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes, other = CheckpointComparison(), None
     if against is not None:
-        other = open_source(against, architecture, trusted=trust_remote_code, packed=True)
+        other = open_source(against, trusted=trust_remote_code, packed=True)
         changes = compare(tensors, StoredTensors(other.folder, other.skeleton(), other.model))
     return Inspection(
         model=listed.model,

@@ -16,7 +16,6 @@ class MeasurementKeywords(TypedDict, total=False):
 
     revision: str | None
     trust_remote_code: bool
-    architecture: str | None
     text_field: str | None
     documents: Literal["auto", "whole", "joined"]
     bos: Literal["auto", "yes", "no"]

@@ -21,7 +21,6 @@ from sparsellm.checkpoints.tokenizers import NoTokenizer
 from sparsellm.errors import BadCheckpoint, MissingPackage, TooLarge, UnsupportedModel, first_line
 from sparsellm.formats import packed_tensors as packed_tensors  # so that packed tensors are decoded where they are read
 from sparsellm.methods import Plan
-from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
@@ -82,21 +81,15 @@ def named_model(
     return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
 
 
-def open_source(
-    model: str | Path | PreTrainedModel, architecture: str | Path | None, *, trusted: bool, packed: bool = False
-) -> Checkpoint | InMemoryModel:
-    """Open a checkpoint, which may be packed if `packed`, or take a model in memory, with the architecture in a file.
+def open_source(model: str | Path | PreTrainedModel, *, trusted: bool, packed: bool = False) -> Checkpoint | InMemoryModel:
+    """Open a checkpoint, which may be packed if `packed`, or take a model in memory.
 
     Raises:
-        SparseLLMError: As `named_model`, `read_architecture` and `open_checkpoint`.
+        SparseLLMError: As `named_model` and `open_checkpoint`.
     """
     use_cache()
     fields, source = named_model(model, None)
-    described = None if architecture is None else read_architecture(architecture)
-    if source is None:
-        return open_checkpoint(fields["model"], trusted=trusted, architecture=described, packed=packed)
-    describe(source.model, described)
-    return source
+    return source or open_checkpoint(fields["model"], trusted=trusted, packed=packed)
 
 
 def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None, *, packed: bool = False) -> OpenedModel:
@@ -109,14 +102,9 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
     """
     use_cache()
     device = devices.resolve_device(recipe.device)
-    architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
-    source = source or open_checkpoint(
-        recipe.model, recipe.revision, recipe.trust_remote_code, architecture=architecture, packed=packed
-    )
-    if isinstance(source, InMemoryModel):
-        describe(source.model, architecture)
-        if source.packed and not packed:
-            raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
+    source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, packed=packed)
+    if isinstance(source, InMemoryModel) and source.packed and not packed:
+        raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
     skeleton = source.skeleton(recipe.dtype)
     no_text = check_vocabulary(skeleton, source, needed=bool(recipe.task))  # a text is read later
     blocks = blocks_of(skeleton)

@@ -380,7 +380,7 @@ def values_of(source: Source, values: str | None, group_size: int | None) -> dic
 
 def _layer_weights(source: Source) -> dict[str, bool]:
     """Return the stored names of the weights of the linear layers in the blocks, and whether each is (in, out)."""
-    skeleton = open_source(source.name, None, trusted=False).skeleton()
+    skeleton = open_source(source.name, trusted=False).skeleton()
     tensors = StoredTensors(source.folder, skeleton)
     weights: dict[str, bool] = {}
     for parameter, ((block, name), *_) in layers_by_parameter(skeleton, ()).items():

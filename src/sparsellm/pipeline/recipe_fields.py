@@ -61,7 +61,7 @@ machine and not of the result ("machine"), of its memory, on which no bit depend
 sparsellm, maybe one that only its default or only Algorithm 1 has ("default", "published")."""
 
 EVALUATION = (
-    *("revision", "trust_remote_code", "architecture", "text_field", "documents", "bos", "sequence_length", "evaluate_limit"),
+    *("revision", "trust_remote_code", "text_field", "documents", "bos", "sequence_length", "evaluate_limit"),
     *("task", "task_data", "task_limit", "max_memory", "offload", "device", "dtype"),
 )
 """Fields that `evaluate` takes."""
@@ -139,9 +139,6 @@ class RunFields(BaseModel):
     model: str = _option(..., "Checkpoint folder, Hugging Face name, demo:opt or demo:llama.", traits=("path",))
     revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
     trust_remote_code: bool = _model(False, "Run the Python code that comes with the checkpoint.")
-    architecture: str | None = _model(
-        None, "YAML file that describes the model's architecture.", "the built-in table, or what is detected", traits=("path",)
-    )
 
     calibration: str | None = _option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.", traits=("path",))
     text_field: str | None = _data(

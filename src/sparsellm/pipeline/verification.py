@@ -97,7 +97,6 @@ def verify(
     against: str | Path | PreTrainedModel | None = None,
     *,
     trust_remote_code: bool = False,
-    architecture: str | Path | None = None,
 ) -> Verification:
     """Check that an output is unchanged since a run wrote it, one tensor at a time.
 
@@ -111,7 +110,6 @@ def verify(
             equal values after rounding to it. Of an export, also the pruned model that it was made from: every layer with
             integers must be that of the model, rounded, and all other tensors must have the same bytes.
         trust_remote_code: Run the Python code that comes with the output.
-        architecture: YAML file that describes the model's architecture.
 
     Returns:
         The numbers of files, tensors and layers that were verified.
@@ -139,10 +137,10 @@ def verify(
     counts = len(report.files), len(tensors), len(layers)
     if against is None and _are_stored_as_reported(folder, layers):
         return Verification(str(output), *counts, changed=len(report.changed_parameters))
-    model = open_source(folder, architecture, trusted=trust_remote_code, packed=True).skeleton()
+    model = open_source(folder, trusted=trust_remote_code, packed=True).skeleton()
     dense, dense_tensors, rounded = None, None, 0
     if against is not None:
-        dense = open_source(against, architecture, trusted=trust_remote_code, packed=True)
+        dense = open_source(against, trusted=trust_remote_code, packed=True)
         dense_tensors = StoredTensors(dense.folder, dense.skeleton(), dense.model)
     written = StoredTensors(folder, model)
     if dense is not None and dense_tensors is not None and is_exported_from(finished, dense.folder, written):

@@ -100,13 +100,12 @@ _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(f"^{_FLOAT}$"), list("-
 _StringLoader.yaml_implicit_resolvers = {}
 
 
-def read_mapping(path: Path, kind: str, *, advice: str = "", as_written: bool = False) -> dict[Any, Any]:
+def read_mapping(path: Path, kind: str, *, as_written: bool = False) -> dict[Any, Any]:
     """Read a YAML file that contains a mapping.
 
     Args:
         path: A regular file of at most `MAX_YAML_BYTES`, in UTF-8.
         kind: What the file is, for error messages, such as "recipe".
-        advice: Sentence added to the error if the file contains no mapping.
         as_written: Whether to keep every key and scalar as a string.
 
     Raises:
@@ -118,8 +117,7 @@ def read_mapping(path: Path, kind: str, *, advice: str = "", as_written: bool = 
     except Unreadable as error:
         raise InvalidSetting(f"The {kind} {path} cannot be read: {error}.") from None
     if not isinstance(content, dict):
-        message = f"The {kind} {path} must hold `field: value` lines, got {type(content).__name__}. {advice}"
-        raise InvalidSetting(message.rstrip())
+        raise InvalidSetting(f"The {kind} {path} must hold `field: value` lines, got {type(content).__name__}.")
     return content
 
 

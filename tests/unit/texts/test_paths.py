@@ -42,7 +42,6 @@ def test_paths_that_cannot_be_followed_get_one_message(name: str, tmp_path: Path
         "load_report": lambda: sparsellm.load_report(path),
         "evaluate": lambda: sparsellm.evaluate(path, "demo"),
         "text": lambda: sparsellm.prune("demo:opt", "wanda", calibration=path),
-        "architecture": lambda: sparsellm.inspect("demo:opt", architecture=path),
         "sweep": lambda: sparsellm.sweep(path, output),
         "sweep to": lambda: sparsellm.sweep({"recipe": {"model": "demo:opt"}, "axes": {"method": ["magnitude"]}}, path),
         "plan to": lambda: sparsellm.plan("demo:opt", "magnitude", output=path),
