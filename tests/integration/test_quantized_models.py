@@ -22,7 +22,7 @@ from sparsellm.checkpoints.comparison import StoredTensors
 from sparsellm.checkpoints.headers import TensorHeader, read_all_headers, read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.remarks import remarks_to
-from sparsellm.checkpoints.tensor_index import read_all, stored_row_chunks
+from sparsellm.checkpoints.tensor_index import TensorLocation, read_all, stored_row_chunks
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
 from tests.conftest import report_of
 from tests.quantizing import SCHEMES, set_fields, write_mxfp4, write_plain, write_quantized
@@ -131,11 +131,9 @@ def test_weights_are_numbers_times_scales(family: str, scheme: str, written: Wri
             assert found[key].dtype is (tensor.dtype if plain else dtype), key
             assert torch.equal(found[key], tensor if plain else tensor.to(dtype)), key
             assert read_headers(file)[key].shape == tensor.shape
-    location = next(
-        x for key, x in StoredTensors(folder, None).files.items() if key.endswith(("down_proj.weight", "down_proj"))
-    )
-    chunks = list(stored_row_chunks(location, torch.float32))  # type: ignore[arg-type]
-    assert torch.equal(torch.cat(chunks), expected[location.key])  # type: ignore[union-attr]
+    key = next(key for key in expected if key.endswith(("down_proj.weight", "down_proj")))
+    chunks = list(stored_row_chunks(TensorLocation(file, key), torch.float32))
+    assert torch.equal(torch.cat(chunks), expected[key])
 
 
 @pytest.mark.parametrize(("family", "scheme"), CASES)

@@ -379,7 +379,7 @@ def test_what_the_command_refuses(
     refused(command("recover", sound, tmp_path / "full", *words, *text), "exists", "--overwrite")
     refused(command("recover", sound, sound, *words, *text, "--overwrite"), "never overwritten")
     refused(command("recover", sound, sound, *words, *text, "--resume"), "never overwritten")
-    refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "never overwritten")
+    refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "sparsellm did not write")
     refused(command("recover", sound, tmp_path / "out", *words), "Recovery needs a calibration text", "--calibration")
     refused(command("recover", sound, tmp_path / "out", *words, *text, "--offload"), "whole model must be in memory")
     refused(command("recover", sound, tmp_path / "out", *text), "Missing option '--against'", status=2)

@@ -41,26 +41,21 @@ class StoredTensors:
 
     Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
     tensors of a checkpoint that cannot be read one at a time, have their names in the files. Stored buffers that the model
-    computes itself are left out, and so are biases of 0 that GPTQ added. Without a model, the files must hold each parameter
-    once, by its name, and no more.
+    computes itself are left out, and so are biases of 0 that GPTQ added.
 
     Args:
         model: The model, or one on the meta device that gives the names.
         held: The model in memory, whose packed layers are decoded when they are read; None for files.
     """
 
-    def __init__(self, folder: Path | None, model: PreTrainedModel | None, held: PreTrainedModel | None = None) -> None:
-        self._tied, self._held = {} if model is None else tied_names(model), held
+    def __init__(self, folder: Path | None, model: PreTrainedModel, held: PreTrainedModel | None = None) -> None:
+        self._tied, self._held = tied_names(model), held
         self.files: dict[str, Stored | Tensor] = {}
         if folder is None:
-            assert model is not None
             state = sorted(model.state_dict().items())  # tied tensors once, as in files
             self.files |= {key: tensor for key, tensor in state if self._tied.get(key, key) == key}
             return
         files = check_files(folder.name, folder)
-        if model is None:
-            self.files |= sorted((key, TensorLocation(file, key)) for file in files for key in read_headers(file))
-            return
         try:
             locations, unknown, _ = index_tensors(files, model)
             headers = {file: read_headers(file) for file in files}

@@ -103,11 +103,6 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
         BadCheckpoint: There is no such folder or model, or it is an unfinished output.
         Unreachable: The hub cannot be reached.
     """
-    return find_local(name, revision) or _download(name, revision, with_code)
-
-
-def find_local(name: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a local checkpoint; None for a hub name. Raises as `find_checkpoint`."""
     if revision is not None and (name.startswith(DEMO) or local_path(name).exists()):
         raise InvalidSetting(f"`revision` goes with a hub name, got {revision!r} for {name}, which is local. Leave it out.")
     if name.startswith(DEMO):
@@ -123,7 +118,7 @@ def find_local(name: str, revision: str | None = None) -> Path | None:
         raise BadCheckpoint(
             f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
         )
-    return None
+    return _download(name, revision, with_code)
 
 
 def _download(name: str, revision: str | None, with_code: bool) -> Path:

@@ -24,6 +24,7 @@ from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 from sparsellm.pipeline.recipe_fields import RecipeFields
 from sparsellm.pipeline.wording import wording
+from sparsellm.texts.paths import check_machine
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
@@ -38,6 +39,7 @@ def report_errors(context: typer.Context) -> Iterator[None]:
     try:
         words, show_note = partial(in_options, context=context), partial(print_note, context=context)
         with wording(words), remarks_to(lambda text, is_new: show_note(text) if is_new else None):
+            check_machine()
             yield
             sys.stdout.flush()  # what cannot be printed is known here, not when Python ends
     except KeyboardInterrupt as interrupt:

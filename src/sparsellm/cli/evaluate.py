@@ -45,12 +45,8 @@ def evaluate(
     Example: sparsellm evaluate opt-70 --against demo:opt --text demo
     """
     with in_process_group(context) as is_main:
-        from sparsellm.pipeline.early_checks import check_inputs
-        from sparsellm.pipeline.recipe_file import read_recipe
-
         if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
-        check_inputs(read_recipe({**settings, "model": model, "method": "magnitude", "evaluate": tuple(text or ())}))
 
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.result_text import print_evaluation
@@ -89,14 +85,6 @@ def inspect(
     Example: sparsellm inspect demo:opt
     """
     with report_errors(context):
-        from sparsellm.pipeline.early_checks import check_model
-        from sparsellm.solvers.patterns import parse_pattern
-
-        for name in filter(None, (model, against)):
-            check_model(name)
-        if expect is not None:
-            parse_pattern(expect)
-
         from sparsellm.cli.result_text import print_inspection
         from sparsellm.pipeline.inspection import inspect as inspect_model
 
@@ -128,13 +116,6 @@ def verify(
     """
     with report_errors(context):
         from sparsellm.errors import VerificationFailed
-        from sparsellm.pipeline.early_checks import check_model
-        from sparsellm.pipeline.output_folder import check_finished
-
-        check_finished(output)
-        if against is not None:
-            check_model(against)
-
         from sparsellm.pipeline.verification import verify as verify_output
 
         try:
@@ -172,10 +153,6 @@ def push(
     Example: sparsellm push opt-70 me/opt-70 --dry-run
     """
     with report_errors(context):
-        from sparsellm.pipeline.output_folder import check_finished
-
-        check_finished(output)
-
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
         from sparsellm.pipeline.hub import push as push_output
@@ -218,11 +195,6 @@ def demo(
     Example: sparsellm demo --output pruned-demo
     """
     with report_errors(context):
-        from sparsellm.pipeline.output_folder import check_writable
-
-        if output is not None:
-            check_writable(output)
-
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.pipeline.display import Display, with_standard_error
         from sparsellm.pipeline.events import combine_observers

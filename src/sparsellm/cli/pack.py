@@ -44,8 +44,6 @@ def pack(
     Example: sparsellm pack opt-70 opt-70-packed
     """
     with report_errors(context):
-        _check(model, packed, overwrite)
-
         from sparsellm.pipeline.packing import pack as pack_model
 
         with displayed(f"packing {model}", context, quiet=quiet) as observe:
@@ -106,8 +104,6 @@ def unpack(
     Example: sparsellm unpack opt-70-packed opt-70-unpacked
     """
     with report_errors(context):
-        _check(packed, model, overwrite)
-
         from dataclasses import asdict
 
         from sparsellm.pipeline.packing import unpack as unpack_model
@@ -139,8 +135,6 @@ def export(
     Example: sparsellm export opt-70 opt-70-int4 --values int4
     """
     with report_errors(context):
-        _check(model, output, overwrite)
-
         from sparsellm.pipeline.compressed_export import export as export_model
         from sparsellm.runtime.memory import human_bytes
 
@@ -153,12 +147,3 @@ def export(
             forms = " and ".join(str(scheme) for scheme in result.schemes)
             print_line(stdout, f"{output}: {size}; {result.layers:,} layers have {forms}.")
             print_line(stdout, f"{result.zeros:,} of their weights are zero, which saves no bytes in this format.")
-
-
-def _check(model: str, output: str, overwrite: bool) -> None:
-    """Check that the model is there and that the output can be written, before torch is imported."""
-    from sparsellm.pipeline.early_checks import check_model
-    from sparsellm.pipeline.output_folder import check_writable
-
-    check_model(model)
-    check_writable(output, overwrite, model)

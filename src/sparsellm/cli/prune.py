@@ -94,13 +94,9 @@ def recover(
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
-        from sparsellm.pipeline.early_checks import check_recovery
-
-        check_recovery(fields := {"model": model, "pruned": pruned, **settings})
-
         from sparsellm.pipeline.block_recovery import read_recovery
 
-        recipe = read_recovery(fields)
+        recipe = read_recovery({"model": model, "pruned": pruned, **settings})
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "quiet": quiet, "as_json": as_json}
         _write(context, [recipe], output, is_main, report_to=report_to or [], **keywords)
 
@@ -123,16 +119,10 @@ def _write(
     if resume and restart:
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
-    from sparsellm.pipeline.early_checks import check_inputs
-    from sparsellm.pipeline.output_folder import check_writable, is_finished
-
-    check_inputs(recipes[0])
-    if is_main and len(recipes) == 1 and not (resume and is_finished(output)):
-        check_writable(output, overwrite, recipes[0].model)
-
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.pipeline.display import Display
     from sparsellm.pipeline.events import combine_observers
+    from sparsellm.pipeline.output_folder import is_finished
     from sparsellm.pipeline.packing import packed_outputs
     from sparsellm.pipeline.tracking import Tracked
     from sparsellm.runtime import collectives
@@ -210,24 +200,18 @@ def plan(
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """
     with report_errors(context), collection_paused():
-        from sparsellm.errors import TooLarge
-        from sparsellm.pipeline.early_checks import check_inputs, check_recovery
-        from sparsellm.pipeline.recipe_file import read_recipe
-
         if recovered is not None and config is not None:
             raise typer.BadParameter("--config is for pruning runs: leave it out with --recover")
         if recovered and model is None:
             raise typer.BadParameter("name the dense model: sparsellm plan MODEL --recover PRUNED")
         if model is not None:
             settings["model"] = model
-        if recovered:
-            check_recovery({**settings, "pruned": recovered})
-        else:
-            check_inputs(read_recipe(settings, config))
 
         from sparsellm.cli.result_text import print_plan
+        from sparsellm.errors import TooLarge
         from sparsellm.pipeline.block_recovery import read_recovery
         from sparsellm.pipeline.planning import plan_pruning, plan_recovery
+        from sparsellm.pipeline.recipe_file import read_recipe
 
         with stderr.status("planning"):
             if recovered:

@@ -51,12 +51,6 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with report_errors(context):
-        from sparsellm.texts.paths import check_machine, local_path
-        from sparsellm.texts.yaml_files import read_mapping
-
-        check_machine()
-        read_mapping(local_path(file), "sweep")
-
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.pipeline.display import Display
         from sparsellm.pipeline.events import combine_observers
@@ -65,6 +59,7 @@ def sweep(
         from sparsellm.studies.sweep_file import read_sweep
         from sparsellm.studies.sweep_runner import read_outcomes, run_sweep
         from sparsellm.studies.sweep_tables import grid, legend, table, to_json, write_tables
+        from sparsellm.texts.paths import local_path
 
         cells = read_sweep(file, smoke=smoke, changes=changes or ())
         folder = local_path(output or Path(file).stem)
@@ -140,8 +135,6 @@ def search(
     """
     with report_errors(context):
         from sparsellm.errors import InvalidSetting, TargetNotReached
-        from sparsellm.pipeline.early_checks import check_inputs
-        from sparsellm.pipeline.output_folder import check_writable
         from sparsellm.pipeline.recipe_file import read_search
         from sparsellm.solvers.patterns import parse_pattern
 
@@ -149,8 +142,6 @@ def search(
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
         distance = parse_pattern(step, "step").sparsity
-        check_inputs(recipe)
-        check_writable(output, overwrite, recipe.model)
 
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.result_text import print_search, print_summary
@@ -203,10 +194,6 @@ def report(
     Example: sparsellm report opt-70
     """
     with report_errors(context):
-        from sparsellm.pipeline.early_checks import check_results
-
-        folders = [check_results(run) for run in runs]
-
         from sparsellm.cli.result_text import print_comparison
         from sparsellm.studies.interface import report as write_report
 
@@ -222,20 +209,21 @@ def report(
         if output or figures or not as_json:
             page = write_report(runs[0], output, figures=figures, overwrite=overwrite)
         if as_json:
-            print_json(_saved(folders[0]))
+            print_json(_saved(runs[0]))
             return
         print_line(stdout, f"Wrote {page}.")
         if figures:
             print_line(stdout, f"Wrote its plots to {figures}, each as SVG and PNG.")
 
 
-def _saved(folder: Path) -> dict[str, Any]:
+def _saved(run: str) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
-    from sparsellm.pipeline.output_folder import REPORT, is_sweep
+    from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
     from sparsellm.pipeline.report import read_report
     from sparsellm.studies.sweep_runner import read_outcomes, saved_sweep
     from sparsellm.studies.sweep_tables import table, to_json
 
+    folder = check_results(run)
     if not is_sweep(folder):
         return read_report(folder / REPORT)[1]
     cells = saved_sweep(folder)
@@ -264,12 +252,7 @@ def bench(
     Example: sparsellm bench opt-70-packed
     """
     with report_errors(context):
-        from sparsellm.pipeline.early_checks import check_model
-
         batches, counts = read_counts("--batch", batch), read_counts("--threads", threads)
-        check_model(packed)
-        if against:
-            check_model(against)
 
         from sparsellm.studies.interface import bench as measure
         from sparsellm.studies.speed_plots import LEGEND, size_line, speed_tables

@@ -164,6 +164,8 @@ def recovery_plan(
         VerificationFailed: The pruned checkpoint was changed since it was written, or was made from another dense model.
     """
     output = read_finished(recipe.pruned)
+    if source.folder is not None and source.folder.resolve() == output.folder.resolve():
+        raise InvalidSetting(f"{recipe.model} is the pruned model. Pass the dense one that it was made from as `against`.")
     pruned = open_checkpoint(str(output.folder), trusted=recipe.trust_remote_code)
     if not any(layer.zeros for layer in output.report.layers):
         raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 from torch import Tensor
 
 import sparsellm.formats.transformers  # noqa: F401  (registers packed models)
+from sparsellm.checkpoints.files import find_checkpoint
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
@@ -20,7 +21,6 @@ from sparsellm.evaluation.measurements import Evaluation, Perplexity
 from sparsellm.evaluation.perplexity import measure_perplexity, refuse_unless_causal, token_perplexity
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import (
     ANSWERING,
     LOADING,
@@ -35,6 +35,7 @@ from sparsellm.pipeline.events import (
     advance_by,
     combine_observers,
 )
+from sparsellm.pipeline.input_digests import check_inputs
 from sparsellm.pipeline.keyword_types import EvaluationKeywords
 from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.loading import check_runs, load_model, named_model, open_model
@@ -144,8 +145,10 @@ def evaluate_recipes(
     """
     if not (runs[0][0].evaluate or runs[0][0].task):
         raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
+    check_inputs(runs[0][0], given)  # the recipes differ in their model only
     for recipe, source in runs:
-        check_inputs(recipe, given=given, has_model=source is not None)
+        if source is None:  # the second model too, before the first one is measured
+            find_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code)
     results = []
     for number, (recipe, source) in enumerate(runs, 1):
         if len(runs) > 1:

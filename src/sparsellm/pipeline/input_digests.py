@@ -1,23 +1,24 @@
-"""What a run reads by name: digests of its model's files and of its texts, and the refusal of results of other contents."""
+"""What a run reads by name: whether it is there, digests of its contents, and the refusal of results of other contents."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
-from sparsellm.errors import CannotResume, SparseLLMError
+from sparsellm.errors import BadText, CannotResume, InvalidSetting, SparseLLMError
 from sparsellm.pipeline.fingerprint import NOT_DECISIVE, contents, model_fingerprint
 from sparsellm.pipeline.outputs import read_output
 from sparsellm.pipeline.publication import Paths
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.recipe_fields import RULES, fields_with
 from sparsellm.texts.data_sets import is_saved
+from sparsellm.texts.json_files import Unreadable, read_bytes
 from sparsellm.texts.paths import is_task_file, local_path
-from sparsellm.texts.texts import NAMES
+from sparsellm.texts.texts import NAMES, check_text
 
 Inputs = Mapping[str, Mapping[str, str]]
 """What a run read: by the name that its recipe has for it, the contents of its files as `contents` describes them."""
@@ -52,6 +53,27 @@ class SameInputs:
                 f"{difference}, between two runs of this command. Run it again when nothing writes to the files, or on a copy."
             )
         self._known = {**inputs, **self._known}
+
+
+def check_inputs(recipe: RunRecipe, given: Collection[str] | None = None) -> None:
+    """Check that everything is there which a recipe names besides its model, before that is opened and perhaps downloaded.
+
+    Args:
+        given: Fields of texts that are given in memory: "calibration", "evaluate".
+
+    Raises:
+        SparseLLMError: A text, the allocation file or the folder of the tasks' data cannot be read.
+    """
+    texts = {"calibration": [recipe.calibration] if recipe.reads_text else [], "evaluate": recipe.evaluate}
+    for text in (text for field, named in texts.items() if field not in (given or ()) for text in named):
+        check_text(str(text))
+    if (file := recipe.allocation_rule) not in RULES:
+        try:
+            read_bytes(local_path(file))
+        except Unreadable as error:
+            raise InvalidSetting(f"The allocation {file} cannot be read: {error}.") from None
+    if recipe.task_data is not None and not local_path(recipe.task_data).is_dir():
+        raise BadText(f"There is no folder {recipe.task_data}. Put the questions there, or leave out `task_data`.")
 
 
 def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, dict[str, str]]:

@@ -1,17 +1,8 @@
-"""Inspection of a model: zeros per layer, whether a pattern holds, and which tensors differ from another model.
-
-The linear layers of an output are known by its files alone, where these tell the same as the class of its model: to import a
-class of transformers takes longer than all else that is done for a small model. The class tells which parameters there are,
-which of them are linear layers, and whether config.json and the weights belong together. The run that wrote an output had the
-class, so all three follow from its report and the table of families, as long as the files are as it wrote them.
-"""
+"""Inspection of a model: zeros per layer, whether a pattern holds, and which tensors differ from another model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +10,14 @@ from pydantic import TypeAdapter, computed_field
 from torch import Tensor
 
 from sparsellm.checkpoints.comparison import CheckpointComparison, StoredTensors, compare, layers_by_parameter
-from sparsellm.checkpoints.documents import CONFIG_FILE
-from sparsellm.checkpoints.files import SHARDS
-from sparsellm.checkpoints.headers import read_headers
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.checkpoints.opening import OpenedFiles, describe_quantization, open_files, open_folder
-from sparsellm.checkpoints.tensor_index import file_digest, report_digest
-from sparsellm.errors import BadCheckpoint, InvalidSetting, plural
+from sparsellm.checkpoints.opening import describe_quantization
+from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.formats.packed_experts import FUSED, PackedExperts
 from sparsellm.methods import StoredPattern
-from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import REPORT
-from sparsellm.pipeline.outputs import Output, read_output
 from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.pipeline.report import load_report
 from sparsellm.solvers.integers import IntegerFormat
@@ -183,17 +167,17 @@ def inspect(
         InvalidSetting: The pattern is invalid.
         BadCheckpoint: A checkpoint or its report cannot be read.
     """
-    named = isinstance(model, (str, Path)) and against is None and not trust_remote_code
-    listed = _listed_by_files(str(model)) if named else None
-    listed = listed or _listed_by_class(open_source(model, trusted=trust_remote_code, packed=True))
     pattern = expect if expect is None or isinstance(expect, Pattern) else parse_pattern(str(expect))
-    tensors, layers_of, planned = listed.tensors, listed.layers, listed.planned
-    all_layers = [name for pairs in layers_of.values() for name, _ in pairs]
+    source = open_source(model, trusted=trust_remote_code, packed=True)
+    other = None if against is None else open_source(against, trusted=trust_remote_code, packed=True)
+    skeleton, planned = source.skeleton(), planned_patterns(source.folder)
+    tensors, layers_of = StoredTensors(source.folder, skeleton, source.model), layers_by_parameter(skeleton, planned or ())
+    all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
     allocated = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []
-    formats = {**quantized_tensors(tensors.files), **listed.formats}
+    formats = {**quantized_tensors(tensors.files), **_formats_in_memory(source.model)}
     parameters = zeros = 0
     not_finite: dict[str, int] = {}
     counted: set[str] = set()
@@ -205,16 +189,16 @@ def inspect(
         zeros += count_zeros(tensor)
         if not all_finite(tensor):
             not_finite[key] = tensor.numel() - int(tensor.isfinite().sum())
-        for name, view in layers_of.get(key, ()):
-            layers.append(_layer_zeros(name, view(tensor), required.get(name), format=formats.get(key)))
+        for block, name in layers_of.get(key, ()):
+            full_name, weight = block.full_name(name), block.linear_view(name, tensor)
+            layers.append(_layer_zeros(full_name, weight, required.get(full_name), format=formats.get(key)))
     checked = [layer for layer in layers if layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
-    changes, other = CheckpointComparison(), None
-    if against is not None:
-        other = open_source(against, trusted=trust_remote_code, packed=True)
+    changes = CheckpointComparison()
+    if other is not None:
         changes = compare(tensors, StoredTensors(other.folder, other.skeleton(), other.model))
     return Inspection(
-        model=listed.model,
+        model=source.name,
         layers=tuple(layers),
         parameters=parameters,
         zeros=zeros,
@@ -224,52 +208,22 @@ def inspect(
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
         total_holds=pattern is None or not allocated or removed >= pattern.count_removed(weights) - len(checked),
-        packed=_packed_sizes(listed.folder),
+        packed=_packed_sizes(source.folder),
         not_finite=sum(not_finite.values()),
         not_finite_in=tuple(not_finite),
         **vars(changes),
     )
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """The tensors of a model, and the linear layers in each: the name of a layer, and what takes its weight from the tensor."""
-
-    model: str
-    folder: Path | None
-    tensors: StoredTensors
-    layers: Mapping[str, Sequence[tuple[str, Callable[[Tensor], Tensor]]]]
-    planned: dict[str, Pattern] | None
-    formats: Mapping[str, IntegerFormat] = field(default_factory=dict)
-    """Those of a packed model in memory, by the tensor."""
-
-
-def _listed_by_class(source: Checkpoint | InMemoryModel) -> _Listed:
-    """List the layers that the model's class has."""
-    skeleton, planned = source.skeleton(), planned_patterns(source.folder)
-    tensors = StoredTensors(source.folder, skeleton, source.model)
-    layers = {
-        key: [(block.full_name(name), partial(block.linear_view, name)) for block, name in pairs]
-        for key, pairs in layers_by_parameter(skeleton, planned or ()).items()
-    }
+def _formats_in_memory(model: PreTrainedModel | None) -> dict[str, IntegerFormat]:
+    """The integer formats of a packed model in memory, by the tensor."""
     formats: dict[str, IntegerFormat] = {}
-    for path, module in source.model.named_modules() if source.model else ():
+    for path, module in model.named_modules() if model else ():
         packed = [("weight", module)] if isinstance(module, PackedLinear) else []
         if isinstance(module, PackedExperts):
             packed = [(parameter, layer) for parameter in FUSED for _, layer in module.layers(parameter)]
         formats |= {f"{path}.{name}": layer.format for name, layer in packed if layer.format}
-    return _Listed(source.name, source.folder, tensors, layers, planned, formats)
-
-
-def _listed_by_files(name: str) -> _Listed | None:
-    """List the same of an output without its class; None where that cannot be sure."""
-    if (found := stored_layers(name)) is None:
-        return None
-    folder, stored = found
-    layers: dict[str, list[tuple[str, Callable[[Tensor], Tensor]]]] = {
-        key: [(layer, lambda weight: weight)] for key, layer in stored.items()
-    }
-    return _Listed(name, folder, StoredTensors(folder, None), layers, planned_patterns(folder))
+    return formats
 
 
 def _packed_sizes(folder: Path | None) -> str:
@@ -296,67 +250,3 @@ def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:
     if folder is None or not (folder / REPORT).is_file():
         return None
     return {layer.name: layer.pattern for layer in load_report(folder).layers}
-
-
-def stored_layers(name: str) -> tuple[Path, dict[str, str]] | None:
-    """Return the folder of an output, and its linear layers by the name of the tensor that each is.
-
-    Args:
-        name: The output as the user wrote it.
-
-    Returns:
-        None where only the class of the model surely tells: of a checkpoint that no run wrote, or that was changed since; of a
-        family that is not in the table; and of layers that are transposed or parts of a tensor.
-
-    Raises:
-        SparseLLMError: As `open_checkpoint`, as far as the files tell what is wrong.
-    """
-    folder = open_folder(name)
-    if not (folder / REPORT).is_file():
-        return None
-    opened = open_files(name, folder, packed=True)
-    try:
-        output = read_output(folder)
-    except (BadCheckpoint, InvalidSetting):
-        return None
-    layers = _layers_in_table(opened)
-    if not layers or not {layer.name for layer in output.report.layers} <= set(layers.values()):
-        return None  # the head is a layer only where it is pruned, and then its class tells whether it may be
-    return (folder, layers) if _is_as_written(opened, output) and _holds_the_parameters(opened, output) else None
-
-
-def _layers_in_table(opened: OpenedFiles) -> dict[str, str]:
-    """The layers of a family whose layers are tensors of their own; empty if a block lacks one, and for other families."""
-    architecture = ARCHITECTURES.get(opened.fields["model_type"])
-    if architecture is None or architecture.splits or architecture.experts or "auto_map" in opened.fields:
-        return {}
-    prefix = f"{architecture.blocks}."
-    blocks = {key.removeprefix(prefix).partition(".")[0] for key in opened.headers if key.startswith(prefix)}
-    names = [f"{prefix}{block}.{name}" for block in blocks for group in architecture.groups for name in group]
-    layers = {f"{name}.weight": name for name in names}
-    return layers if all(key in opened.headers and len(opened.headers[key].shape) == 2 for key in layers) else {}
-
-
-def _is_as_written(opened: OpenedFiles, output: Output) -> bool:
-    """Whether report, configuration and the names and shapes of tensors are those of the run, which read them with the class.
-
-    A model in memory may be none that its configuration describes, and another transformers may name or refuse other things.
-    """
-    report, digests = output.report, output.digests
-    read = [name for name in (CONFIG_FILE, *SHARDS) if name.endswith(".json") and (opened.folder / name).is_file()]
-    headers = {key: header for file in opened.files for key, header in read_headers(file, decoded=False).items()}
-    shapes = {key: {"dtype": header.dtype, "shape": list(header.shape)} for key, header in headers.items()}
-    recorded = {key: {name: x.get(name) for name in ("dtype", "shape")} for key, x in digests.tensors.items()}
-    return (
-        report.environment.get("transformers") == version("transformers")
-        and CONFIG_FILE in report.inputs.get(report.recipe.model, {})
-        and report_digest(output.content) == digests.report
-        and all(file_digest(opened.folder / name) == digests.files.get(name) for name in read)
-        and shapes == recorded
-    )
-
-
-def _holds_the_parameters(opened: OpenedFiles, output: Output) -> bool:
-    """Whether the files hold each parameter of the model once and nothing else: the run counted tied parameters once."""
-    once = sum(len(read_headers(file)) for file in opened.files) == len(opened.headers)
-    return once and sum(header.numel for header in opened.headers.values()) == output.report.totals.parameters

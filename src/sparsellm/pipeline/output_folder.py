@@ -6,12 +6,11 @@ import errno
 import os
 from pathlib import Path
 
-from sparsellm.checkpoints.files import UNFINISHED
-from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.checkpoints.files import UNFINISHED, is_begun
+from sparsellm.errors import InvalidSetting
 from sparsellm.pipeline.output_lock import WORK as WORK
-from sparsellm.pipeline.output_lock import aside, not_moved, recover_output
 from sparsellm.texts.json_files import is_text
-from sparsellm.texts.paths import check_machine, local_path
+from sparsellm.texts.paths import local_path
 
 REPORT = "sparsellm.json"
 """Name of the report file beside the weights."""
@@ -33,43 +32,6 @@ SWEEP = "sweep.json"
 """Name of the file that makes a folder that of a sweep."""
 
 
-def check_writable(output: str | Path, overwrite: bool = False, dense: str | Path | None = None) -> Path:
-    """Check that an output folder can be written, but for whether `overwrite` would replace files of others.
-
-    Cleans up what a killed process left of it.
-
-    Args:
-        overwrite: Allow a folder that a run wrote. An empty one is always allowed.
-        dense: Folder of the dense model, which is never overwritten.
-
-    Returns:
-        The absolute path of the folder.
-
-    Raises:
-        OutputExists: The folder exists and may not be overwritten.
-        InvalidSetting: The path is a link or mount point, not writable, or not a valid name.
-        CannotResume: Another process is writing it.
-    """
-    check_machine()
-    path = local_path(output).absolute()
-    if path.is_symlink() or path.is_mount():
-        raise InvalidSetting(f"{output} is a link or a mount point. Name a plain folder that does not exist yet.")
-    path = path.resolve()
-    if dense is not None and (path == (source := local_path(dense).resolve()) or path in source.parents):
-        raise OutputExists(
-            f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
-        )
-    recover_output(path)
-    with not_moved(path):
-        is_free = not path.exists() or is_empty(path) or ((path / WORK).is_dir() and not files_outside_work(path))
-    if not overwrite and not is_free:
-        raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
-    parent = check_place(output, path)
-    for name in (*path.relative_to(parent).parts, aside(path).name):
-        _check_name(output, parent / name)
-    return path
-
-
 def check_place(output: str | Path, path: Path) -> Path:
     """The folder that is to hold a file or folder, or the part of its path that exists. Raises InvalidSetting if it cannot."""
     parent = next(folder for folder in path.parents if folder.exists())
@@ -78,7 +40,7 @@ def check_place(output: str | Path, path: Path) -> Path:
     return parent
 
 
-def _check_name(output: str | Path, path: Path) -> None:
+def check_name(output: str | Path, path: Path) -> None:
     """Raise InvalidSetting for a name that is too long for the file system or is not UTF-8."""
     if not is_text(path.name):
         raise InvalidSetting(f"{str(output)!r} is not UTF-8 text. Choose another output.")
@@ -131,7 +93,6 @@ def check_report(folder: Path) -> None:
 
 def check_finished(output: str | Path) -> Path:
     """The folder of a finished output. Raises InvalidSetting if it is unfinished, or no output."""
-    check_machine()
     folder = local_path(output)
     if (folder / WORK).exists():
         raise InvalidSetting(f"{output} {UNFINISHED}")
@@ -142,3 +103,14 @@ def check_finished(output: str | Path) -> Path:
 def is_sweep(folder: str | Path) -> bool:
     """Whether a folder is the folder of a sweep."""
     return (Path(folder) / SWEEP).is_file()
+
+
+def check_results(folder: str | Path) -> Path:
+    """The folder of a run or a sweep as a path. Raises InvalidSetting if it is neither."""
+    path = folder_path(folder)
+    if not is_sweep(path) and not (path / REPORT).is_file():
+        if is_begun(path):
+            raise InvalidSetting(f"{folder} {UNFINISHED}")
+        problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
+        raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")
+    return path

@@ -17,9 +17,9 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.block_recovery import recovery_plan
 from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
 from sparsellm.pipeline.costs import Cost, Work, rates, work
-from sparsellm.pipeline.early_checks import check_inputs, check_recovery_inputs
 from sparsellm.pipeline.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
 from sparsellm.pipeline.events import GENERATING, MEASURING, MEASURING_CHECKPOINT, PREDICTING, Event, Note, Observer
+from sparsellm.pipeline.input_digests import check_inputs
 from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.pipeline.preparation import (
     Prepared,
@@ -56,7 +56,7 @@ def plan_pruning(
         given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
         source: Model in memory that replaces the recipe's.
     """
-    check_inputs(recipe, given=given, has_model=source is not None)
+    check_inputs(recipe, given)
     opened = open_model(recipe, source)
     report, notes, observe = Report(recipe), *_noted()
     method, plan = make_plan(recipe, opened)
@@ -75,7 +75,7 @@ def plan_recovery(
     recipe: RecoveryRecipe, output: str | Path | None = None, *, given: Given | None = None, source: InMemoryModel | None = None
 ) -> RunPlan:
     """Estimate what `recover` would take, as `plan_pruning` does."""
-    check_recovery_inputs(recipe, given=given, has_model=source is not None)
+    check_inputs(recipe, given)
     opened = open_model(recipe, source)
     report, notes, observe = Report(recipe), *_noted()
     method, plan, _ = recovery_plan(recipe, opened.source, verified=False)

@@ -16,8 +16,8 @@ from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
-from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import ALLOCATION, OPENING, READING_TEXTS, Observer, add_note, run_stage
+from sparsellm.pipeline.input_digests import check_inputs
 from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.outputs import changed_before
 from sparsellm.pipeline.planning import fit_to_memory
@@ -55,7 +55,7 @@ def prune_run(
     Raises:
         SparseLLMError: See `sparsellm.errors`.
     """
-    check_inputs(recipe, given=given, has_model=source is not None)
+    check_inputs(recipe, given)
     with recorded(recipe, observe, source) as records:
         report, observer = records.report, records.observer
         with run_stage(OPENING, report, observer):

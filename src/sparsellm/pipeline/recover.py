@@ -19,8 +19,8 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.block_recovery import BlockRecovery, recovery_plan
-from sparsellm.pipeline.early_checks import check_recovery_inputs
 from sparsellm.pipeline.events import MEASURING_CHECKPOINT, OPENING, READING_TEXTS, Observer, add_note, run_stage
+from sparsellm.pipeline.input_digests import check_inputs
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.measuring import measure_checkpoint
@@ -50,7 +50,7 @@ def recover_run(
     Raises:
         SparseLLMError: See `sparsellm.errors`.
     """
-    check_recovery_inputs(recipe, given=given, has_model=source is not None)
+    check_inputs(recipe, given)
     with recorded(recipe, observe, source) as records:
         report, observer = records.report, records.observer
         with run_stage(OPENING, report, observer):

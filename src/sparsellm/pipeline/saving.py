@@ -21,12 +21,22 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
-from sparsellm.errors import OutputExists, dtype_name, written_to
+from sparsellm.errors import InvalidSetting, OutputExists, dtype_name, written_to
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.estimates import free_disk
 from sparsellm.pipeline.events import EventLog
-from sparsellm.pipeline.output_folder import ANEW, CARD, LOG, REPORT, WORK, check_writable, files_outside_work
-from sparsellm.pipeline.output_lock import first_link, locked, not_moved, replacing
+from sparsellm.pipeline.output_folder import (
+    ANEW,
+    CARD,
+    LOG,
+    REPORT,
+    WORK,
+    check_name,
+    check_place,
+    files_outside_work,
+    is_empty,
+)
+from sparsellm.pipeline.output_lock import aside, first_link, locked, not_moved, recover_output, replacing
 from sparsellm.pipeline.outputs import foreign_file
 from sparsellm.pipeline.publication import Paths, clean_copies, clean_settings
 from sparsellm.pipeline.quantized_output import save_scales
@@ -36,6 +46,7 @@ from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.texts.json_files import strict_json
+from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -170,7 +181,22 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         InvalidSetting: The path is a link or mount point, not writable, or not a valid name.
         CannotResume: Another process is writing it.
     """
-    path = check_writable(output, overwrite, dense)
+    path = local_path(output).absolute()
+    if path.is_symlink() or path.is_mount():
+        raise InvalidSetting(f"{output} is a link or a mount point. Name a plain folder that does not exist yet.")
+    path = path.resolve()
+    if dense is not None and (path == (source := local_path(dense).resolve()) or path in source.parents):
+        raise OutputExists(
+            f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
+        )
+    recover_output(path)
+    with not_moved(path):
+        is_free = not path.exists() or is_empty(path) or ((path / WORK).is_dir() and not files_outside_work(path))
+    if not overwrite and not is_free:
+        raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
+    parent = check_place(output, path)
+    for name in (*path.relative_to(parent).parts, aside(path).name):
+        check_name(output, parent / name)
     if not path.exists():
         return path
     with not_moved(path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparsellm.checkpoints.files import checkpoint_name
+from sparsellm.checkpoints.files import checkpoint_name, find_checkpoint
 from sparsellm.checkpoints.loading import context_length, open_checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.formats import kernels
@@ -50,6 +50,8 @@ def measure_bench(
 
     _check_counts("batch", batches, largest=MOST)
     _check_counts("threads", threads, largest=os.cpu_count() or 1)
+    if against:
+        find_checkpoint(str(against))  # before the packed model is loaded
     observe(f"loading {packed}")
     model = load(packed)
     length = context_length(model.config)

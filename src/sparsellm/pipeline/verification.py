@@ -121,6 +121,7 @@ def verify(
     """
     finished = read_finished(output)
     folder, report = finished.folder, finished.report
+    dense = None if against is None else open_source(against, trusted=trust_remote_code, packed=True)
     raise_if_any(output, _shape_differences(folder, report.files, finished.digests.tensors))
     tensors, unreadable = _digests_in(folder, report.files)
     differences = unreadable or tensor_differences(finished.digests.tensors, tensors)
@@ -135,12 +136,11 @@ def verify(
     repeated = [f"{REPORT} names a layer twice"] * (len(layers) < len(report.layers))
     raise_if_any(output, wrong + repeated)
     counts = len(report.files), len(tensors), len(layers)
-    if against is None and _are_stored_as_reported(folder, layers):
+    if dense is None and _are_stored_as_reported(folder, layers):
         return Verification(str(output), *counts, changed=len(report.changed_parameters))
     model = open_source(folder, trusted=trust_remote_code, packed=True).skeleton()
-    dense, dense_tensors, rounded = None, None, 0
-    if against is not None:
-        dense = open_source(against, trusted=trust_remote_code, packed=True)
+    dense_tensors, rounded = None, 0
+    if dense is not None:
         dense_tensors = StoredTensors(dense.folder, dense.skeleton(), dense.model)
     written = StoredTensors(folder, model)
     if dense is not None and dense_tensors is not None and is_exported_from(finished, dense.folder, written):

@@ -13,8 +13,7 @@ from typing import Any
 from sparsellm.errors import InvalidSetting, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import Perplexity
-from sparsellm.pipeline.early_checks import check_results
-from sparsellm.pipeline.output_folder import REPORT, is_sweep
+from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.report import Report, When, load_report
 from sparsellm.runtime.memory import human_bytes

@@ -15,11 +15,10 @@ from sparsellm.checkpoints.files import checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.early_checks import check_results
 from sparsellm.pipeline.events import Observer, combine_observers
 from sparsellm.pipeline.keyword_types import PruneKeywords
 from sparsellm.pipeline.keywords import recipe_keywords
-from sparsellm.pipeline.output_folder import REPORT, WORK, check_place
+from sparsellm.pipeline.output_folder import REPORT, WORK, check_place, check_results
 from sparsellm.pipeline.packed_card import record_speed, recordable
 from sparsellm.pipeline.recipe_fields import MethodName
 from sparsellm.pipeline.recipe_file import read_search

@@ -15,8 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import plural
-from sparsellm.pipeline.early_checks import check_results
-from sparsellm.pipeline.output_folder import REPORT, is_sweep
+from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
 from sparsellm.pipeline.publication import Paths, local_files
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import without_defaults
@@ -143,7 +142,7 @@ def _page_of(run: str | Path | Result) -> Page:
     if isinstance(run, Result):
         published = Paths(run.report.recipe).without(run.report)
         return _run_page(published, page_name(run), verified=False)
-    path = check_results(run)
+    path = local_path(run)
     if is_sweep(path):
         return _sweep_page(path)
     report, content = read_report(path / REPORT)

@@ -13,10 +13,9 @@ from pathlib import Path
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
-from sparsellm.pipeline.early_checks import check_inputs
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage, add_note
 from sparsellm.pipeline.fingerprint import environment, model_fingerprint
-from sparsellm.pipeline.input_digests import run_inputs
+from sparsellm.pipeline.input_digests import check_inputs, run_inputs
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.loading import OpenedModel, open_model
 from sparsellm.pipeline.output_folder import WORK

@@ -51,7 +51,7 @@ def home() -> Path | None:
 
 
 def check_machine() -> None:
-    """Raise InvalidSetting unless this process has a working folder and one for temporary files, which every run needs."""
+    """Raise InvalidSetting unless this process has a working folder and one for temporary files, which torch needs to start."""
     try:
         Path.cwd()
     except OSError:
