@@ -66,7 +66,7 @@ def test_an_own_tracker_is_told_of_the_run(tiny: dict[str, Path], text_file: Pat
     settings = {"calibration": text_file, "samples": 1, "sequence_length": 32, "evaluate": (str(text_file),)}
     report = sparsellm.prune(tiny["llama"], observe=Tracked(own), **settings).report
     assert (own.stored["run"], own.stored["samples"]) == (tiny["llama"].name, 1)
-    assert own.stored["evaluate"] == str([str(text_file)])
+    assert own.stored["evaluate"] == str([text_file.name])
     for kind in ("self_attn.q_proj", "mlp.down_proj"):
         layers = [layer for layer in report.layers if layer.name.endswith(kind)]
         assert own.charts[f"error/{kind}"] == [(block, layer.error) for block, layer in enumerate(layers)]

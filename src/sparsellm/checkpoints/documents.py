@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from json.decoder import JSONDecoder
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -88,10 +90,28 @@ def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, writ
 
 
 def copy_documents(folder: Path, documents: DocumentFiles, target: Path) -> None:
-    """Copy the files that go along, byte for byte."""
+    """Copy the files that go along, byte for byte but for the paths in configurations: see `without_paths`."""
     for name in documents.copied:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, target / name)
+        if fnmatch(str(name), "*config*.json"):
+            (target / name).write_bytes(without_paths((folder / name).read_bytes()))
+        else:
+            shutil.copyfile(folder / name, target / name)
+
+
+def without_paths(content: bytes) -> bytes:
+    """Shorten each string of a JSON text that is an absolute path of this machine to its last component.
+
+    transformers before version 5 wrote such paths to configurations. A path is one of this machine if its first folder is
+    there. Every other byte stays.
+    """
+
+    def shortened(match: re.Match[bytes]) -> bytes:
+        path = PurePath(os.fsdecode(match[1]))
+        is_local = path.is_absolute() and len(path.parts) > 2 and Path(*path.parts[:2]).is_dir()
+        return b'"%b"' % os.fsencode(path.name) if is_local else match[0]
+
+    return re.sub(rb'"((?:[^"\\]|\\.)*)"', shortened, content, flags=re.DOTALL)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -227,5 +247,5 @@ def read_config_text(folder: Path) -> str:
 
 
 def write_config(target: Path, text: str) -> None:
-    """Write config.json with the line breaks of the text."""
-    (target / CONFIG_FILE).write_bytes(text.encode("utf-8"))
+    """Write config.json with the line breaks of the text, as `without_paths` gives it."""
+    (target / CONFIG_FILE).write_bytes(without_paths(text.encode("utf-8")))

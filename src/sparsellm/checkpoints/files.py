@@ -90,6 +90,11 @@ def is_hub_name(name: str) -> bool:
     return not name.startswith((DEMO, ".", "/", "~")) and name.count("/") < 2 and not Path(name).exists()
 
 
+def short_name(name: str) -> str:
+    """Return a model's name, without the folders of a local path."""
+    return name if is_hub_name(name) else local_path(name).absolute().name
+
+
 def find_checkpoint(name: str, revision: str | None = None, with_code: bool = False) -> Path:
     """Return the folder of a checkpoint, after downloading it if `name` is a hub name.
 

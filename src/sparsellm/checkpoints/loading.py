@@ -22,7 +22,7 @@ from sparsellm.checkpoints.configuration import (
 )
 from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
 from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
-from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
+from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name, short_name
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, quantized_files
 from sparsellm.checkpoints.opening import open_files, open_folder
 from sparsellm.checkpoints.packed_files import PACKED_METHOD
@@ -33,7 +33,6 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, dt
 from sparsellm.models.loaded_model import check_in_memory
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
-from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -73,9 +72,7 @@ class Checkpoint:
 
     def origin(self) -> Origin:
         """Return the description of the model for the cards of models made from it."""
-        hub = is_hub_name(self.name)
-        name = self.name if hub else local_path(self.name).absolute().name
-        return Origin(name, hub, card_terms(self.folder), auto_model(self.config).__name__)
+        return Origin(short_name(self.name), is_hub_name(self.name), card_terms(self.folder), auto_model(self.config).__name__)
 
     def documents(self, written: Collection[str]) -> DocumentFiles:
         """Return which files besides the weights go along to outputs, which have those named `written` in another form."""

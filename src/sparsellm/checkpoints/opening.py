@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsellm.checkpoints.configuration import check_kind, read_config
 from sparsellm.checkpoints.documents import ADAPTER, QUANTIZATION_KEYS, documents_of
-from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint
+from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint, short_name
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, quantized_files, read_all_headers
 from sparsellm.checkpoints.packed_files import is_packed
 from sparsellm.checkpoints.quantized_weights import scheme_of
@@ -86,7 +86,7 @@ def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool =
     stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
     try:
         headers = read_all_headers(files)
-        quantization = describe_quantization(name, folder)
+        quantization = describe_quantization(short_name(name), folder)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
     check_dtypes(name, headers, packed=found_packed)
@@ -116,7 +116,7 @@ def _tell_adapter(name: str, folder: Path) -> None:
     """Remark that an adapter beside the weights is not read; transformers would load it where PEFT is installed."""
     if files := sorted(file.name for file in folder.iterdir() if ADAPTER.fullmatch(file.name)):
         remark(
-            f"{name} has an adapter beside its weights ({', '.join(files)}), which is neither loaded nor copied. "
+            f"{short_name(name)} has an adapter beside its weights ({', '.join(files)}), which is neither loaded nor copied. "
             "To have it in the model, merge it first: PEFT's merge_and_unload",
             (folder.resolve(), "adapter"),
         )

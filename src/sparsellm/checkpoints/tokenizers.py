@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import folder_for_transformers
+from sparsellm.checkpoints.files import short_name
 from sparsellm.errors import BadCheckpoint, MissingPackage, first_line
 from sparsellm.texts.json_files import read_json
 
@@ -56,7 +57,7 @@ def load_tokenizer(name: str, folder: Path, *, trusted: bool) -> PreTrainedToken
     except Exception as error:  # transformers raises many kinds of errors, including ImportError
         if packages := _packages_missing(folder):
             raise MissingPackage(
-                f"The tokenizer of {name} is a SentencePiece model, which needs {' and '.join(packages)}: "
+                f"The tokenizer of {short_name(name)} is a SentencePiece model, which needs {' and '.join(packages)}: "
                 "pip install 'sparsellm[sentencepiece]'."
             ) from error
         if (missing := _missing_files(folder, _class_named(folder))) is not None:
@@ -73,7 +74,9 @@ def load_tokenizer(name: str, folder: Path, *, trusted: bool) -> PreTrainedToken
 
 def _no_tokenizer(name: str, missing: str) -> NoTokenizer:
     """The error for a checkpoint that lacks these files."""
-    return NoTokenizer(f"{name} has no tokenizer: it lacks {missing}. Copy the model's tokenizer files into the folder.")
+    return NoTokenizer(
+        f"{short_name(name)} has no tokenizer: it lacks {missing}. Copy the model's tokenizer files into the folder."
+    )
 
 
 def _missing_files(folder: Path, kind: type | None) -> str | None:

@@ -24,7 +24,7 @@ from sparsellm.pipeline.input_digests import WEIGHT_ENDINGS, changed_input, run_
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.outputs import Output, read_finished
-from sparsellm.pipeline.publication import Paths
+from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.quantized_output import layer_scales
 from sparsellm.pipeline.recipe_file import validated
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
@@ -236,7 +236,7 @@ def lora_targets(recipe: RecoveryRecipe, blocks: Sequence[Block], plan: Plan) ->
 
 def _check_dense(recipe: RecoveryRecipe, output: Output, source: Checkpoint | InMemoryModel) -> None:
     """Raise VerificationFailed if weights of the dense model were changed since the checkpoint was made from it."""
-    inputs = Paths(recipe).without(run_inputs(recipe, source))
+    inputs = PathNames(recipe).keys(run_inputs(recipe, source))
     if difference := changed_input(output.report.inputs, inputs, WEIGHT_ENDINGS):
         raise VerificationFailed(
             f"{recipe.pruned} was made from another dense model: {difference}. "

@@ -12,7 +12,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.errors import BadText, CannotResume, InvalidSetting, SparseLLMError
 from sparsellm.pipeline.fingerprint import NOT_DECISIVE, contents, model_fingerprint
 from sparsellm.pipeline.outputs import read_output
-from sparsellm.pipeline.publication import Paths
+from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.recipe_fields import RULES, fields_with
 from sparsellm.texts.data_sets import is_saved
@@ -124,14 +124,14 @@ def check_kept(folder: Path, recipe: RunRecipe) -> None:
         OtherContents: It is not.
     """
     output = read_output(local_path(folder))
-    paths = Paths(recipe)
-    settings = paths.without(recipe).model_dump(mode="json", exclude=set(OF_THE_MACHINE))
+    names = PathNames(recipe)
+    settings = names.recipe(recipe).model_dump(mode="json", exclude=set(OF_THE_MACHINE))
     stored = output.content["recipe"]
     changed = next((name for name, value in settings.items() if name in stored and stored[name] != value), None)
     if changed:
         difference = f"its `{changed}` was {stored[changed]!r}, and is now {settings[changed]!r}"
     else:
-        difference = changed_input(output.report.inputs, paths.without(current_inputs(recipe)))
+        difference = changed_input(output.report.inputs, names.keys(current_inputs(recipe)))
     if difference:
         advice = "or `restart=True` and `overwrite=True` to start over"
         if changed in NOT_DECISIVE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from sparsellm.pipeline.events import (
 )
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key
 from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, short_sequence
+from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import Report, When
@@ -45,7 +46,7 @@ def measure_accuracies(
     """The accuracies on the recipe's tasks."""
     folder, limit = recipe.task_data, recipe.task_limit
     result = evaluate_tasks(loaded, tokenizer, recipe.task, folder=folder, limit=limit, progress=advance)
-    remark_overflow(loaded.model, short_sequence(loaded.model), ", ".join(recipe.task))
+    remark_overflow(loaded.model, short_sequence(loaded.model), ", ".join(PurePath(task).name for task in recipe.task))
     return result
 
 
@@ -70,7 +71,7 @@ def measure_checkpoint(
                 if loaded is None:
                     loaded = load_model(report.recipe, opened, folder=folder, placement=placement)
                     check_runs(loaded, by_block=loaded.weights.on_disk, predicts=True)
-                known = measure_perplexity(loaded, test, text, progress=advance)
+                known = measure_perplexity(loaded, test, PathNames(report.recipe)[text], progress=advance)
             results[text] = known
     return results
 
@@ -107,13 +108,13 @@ def measure_into(
             remark(text, text)  # a new subject, as that of the remark is known where the value was found
         return value
 
-    recipe = report.recipe
+    recipe, names = report.recipe, PathNames(report.recipe)
     for text, test in ready.tests.items():
         with run_stage(f"{MEASURING} {when}", report, observer, unit="sequence") as advance:
-            find = partial(measure_perplexity, loaded, test, text, progress=advance)
+            find = partial(measure_perplexity, loaded, test, names[text], progress=advance)
             perplexity = recall(test, f"perplexity of {text}", find, kind=Perplexity)
             report.perplexity.setdefault(text, {})[when] = perplexity
-            observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
+            observer(Measured("perplexity", names[text], when, perplexity.value, perplexity.standard_error))
     if recipe.task:
         with run_stage(f"{ANSWERING} {when}", report, observer, unit="answer") as advance:
             score = partial(measure_accuracies, recipe, loaded, ready.source.tokenizer(), advance)
@@ -123,4 +124,4 @@ def measure_into(
             accuracies = recall(torch.empty(0, dtype=torch.long), name, score, kind=dict[str, Accuracy])
             for task, accuracy in accuracies.items():
                 report.tasks.setdefault(task, {})[when] = accuracy
-                observer(Measured(measure_of(accuracy.metric), task, when, accuracy.value, accuracy.standard_error))
+                observer(Measured(measure_of(accuracy.metric), names[task], when, accuracy.value, accuracy.standard_error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -223,7 +224,8 @@ def _read_texts(
     for text in dict.fromkeys(note for sequences in (calibration, *read.values()) for note in sequences.notes):
         add_note(text, report, observer)
     if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
-        add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
+        name = PurePath(str(recipe.calibration)).name
+        add_note(f"{name} is both calibration and test text: its perplexity is too low", report, observer)
     if (limit := recipe.evaluate_limit) and tests:
         add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
     return length, windows, tests

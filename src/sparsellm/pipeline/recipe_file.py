@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparsellm.errors import BadCheckpoint, InvalidSetting, nearest, printable
 from sparsellm.pipeline.output_folder import REPORT
-from sparsellm.pipeline.publication import is_file, local_files
+from sparsellm.pipeline.path_names import is_file, local_files
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_fields import ALLOCATIONS, is_object
 from sparsellm.texts.json_files import Unreadable, check_value, is_path, read_record

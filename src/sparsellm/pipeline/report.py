@@ -19,6 +19,7 @@ from sparsellm.pipeline import card
 from sparsellm.pipeline.output_folder import REPORT, folder_path
 from sparsellm.pipeline.own_method import saved_kind
 from sparsellm.pipeline.packed_sizes import Packed
+from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import explain
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
@@ -340,6 +341,17 @@ class Report(Summarized):
         for note, names in blocks_by_note.items():
             in_all = len(names) == len(self.blocks) > 2
             yield from (f"{name}: {note}" for name in ([f"{names[0]} to {names[-1]}"] if in_all else names))
+
+    def named(self, names: PathNames) -> Report:
+        """Copy the report with names in place of the paths of its recipe, as it is written to an output."""
+        return replace(
+            self,
+            recipe=names.recipe(self.recipe),
+            inputs=names.keys(self.inputs),
+            perplexity=names.keys(self.perplexity),
+            tasks=names.keys(self.tasks),
+            pruned=self.pruned and replace(self.pruned, perplexity=names.keys(self.pruned.perplexity)),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""

@@ -45,6 +45,7 @@ from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import Placement, check_runs, load_model
 from sparsellm.pipeline.measuring import measure_into
 from sparsellm.pipeline.output_folder import ANEW, LOG
+from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
@@ -155,7 +156,7 @@ class Run(Generic[P]):
         if work and collectives.is_main():
             records.log.keep(work.folder / LOG)
         name = name or (work.output.name if work else PurePath(ready.recipe.model).name)
-        observer(Begun(name, report.recipe, report.environment, placement.tight))
+        observer(Begun(name, PathNames(report.recipe).recipe(report.recipe), report.environment, placement.tight))
         return cls(ready, placement, batch, journal, records, work, shared)
 
     @property

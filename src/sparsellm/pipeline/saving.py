@@ -38,7 +38,7 @@ from sparsellm.pipeline.output_folder import (
 )
 from sparsellm.pipeline.output_lock import aside, first_link, locked, not_moved, recover_output, replacing
 from sparsellm.pipeline.outputs import foreign_file
-from sparsellm.pipeline.publication import Paths, clean_copies, clean_settings
+from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.quantized_output import save_scales
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.verification import check_written, proven
@@ -90,7 +90,7 @@ class Result(Summarized):
         """Write model, tokenizer, model card, report and log to a folder, and read the files back to verify them.
 
         The files are written to the folder's work folder, verified there, and then moved into place; a failure removes them.
-        Paths of this machine are shortened to their last component in all files.
+        Paths in the recipe are shortened to their last component, in all files.
 
         Args:
             folder: The folder to write.
@@ -129,7 +129,6 @@ class Result(Summarized):
             self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(work)
-        clean_settings(work)
 
     def _save_scales(self, work: Path) -> None:
         """Write the scales of rounded layers."""
@@ -143,15 +142,12 @@ class Result(Summarized):
 
 
 def _document(work: Path, report: Report, log: EventLog | None) -> Report:
-    """Write the model card and the log without paths of this machine; return the report without them."""
-    paths = Paths(report.recipe)
-    if changed := clean_copies(work, paths):
-        report.notes.append(f"{', '.join(changed)}: names stand in place of paths of this machine")
-    cleaned: Report = paths.without(report)
-    (work / CARD).write_text(cleaned.to_markdown(), encoding="utf-8")
+    """Write the model card and the log; return the report as it is written."""
+    named = report.named(PathNames(report.recipe))
+    (work / CARD).write_text(named.to_markdown(), encoding="utf-8")
     if log:
-        (work / LOG).write_text(paths.without_in_lines(log.text), encoding="utf-8")
-    return cleaned
+        (work / LOG).write_text(log.text, encoding="utf-8")
+    return named
 
 
 @contextmanager

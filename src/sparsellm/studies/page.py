@@ -6,7 +6,7 @@ import json
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import plural
 from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
-from sparsellm.pipeline.publication import Paths, local_files
+from sparsellm.pipeline.path_names import PathNames, local_files
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import without_defaults
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
@@ -140,8 +140,7 @@ def page_name(run: str | Path | Result) -> str:
 def _page_of(run: str | Path | Result) -> Page:
     """The page of a run or a sweep."""
     if isinstance(run, Result):
-        published = Paths(run.report.recipe).without(run.report)
-        return _run_page(published, page_name(run), verified=False)
+        return _run_page(run.report.named(PathNames(run.report.recipe)), page_name(run), verified=False)
     path = local_path(run)
     if is_sweep(path):
         return _sweep_page(path)
@@ -249,11 +248,15 @@ def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:
 
 
 def _sweep_page(path: Path) -> Page:
-    """The page of a sweep; paths of this machine are shortened to their last component, as in outputs."""
+    """The page of a sweep, with names in place of the paths of its recipes, as in outputs."""
     saved = saved_sweep(path)
-    paths = Paths(*(cell.recipe for cell in saved.cells))
-    sweep = paths.without(saved)
-    outcomes = paths.without(read_outcomes(saved, path))
+    names = PathNames(*(cell.recipe for cell in saved.cells))
+    cells = {cell.name: cell.model_copy(update={"recipe": names.recipe(cell.recipe)}) for cell in saved.cells}
+    sweep = saved.model_copy(update={"cells": tuple(cells.values())})
+    outcomes = [
+        replace(x, cell=cells[x.cell.name], report=x.report and x.report.named(names), error=names.error(x.error))
+        for x in read_outcomes(saved, path)
+    ]
     rows = table(sweep, outcomes)
     failed = [[outcome.cell.name, outcome.error] for outcome in outcomes if outcome.error]
     notes = Counter(note for outcome in outcomes if outcome.report for note in dict.fromkeys(outcome.report.notes))

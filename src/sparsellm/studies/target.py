@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
@@ -14,6 +15,7 @@ from sparsellm.evaluation.measurements import Measurement
 from sparsellm.formats.packed_tensors import estimated_bytes
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.loading import OpenedModel
+from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import make_plan
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import parse_size
@@ -74,7 +76,8 @@ class Target:
         if self.size is not None:
             return f"weights of at most {human_bytes(self.size)} once packed"
         if self.accuracy:
-            return "an accuracy of at least " + ", ".join(f"{value:g} on {task}" for task, value in self.accuracy.items())
+            least = (f"{value:g} on {PurePath(task).name}" for task, value in self.accuracy.items())
+            return f"an accuracy of at least {', '.join(least)}"
         return f"a perplexity increase of at most {100 * (self.perplexity_increase or 0.0):.10g} %"
 
     def decide(self, increases: Iterable[Difference | None], accuracy: Mapping[str, Measurement]) -> Decision:
@@ -121,13 +124,14 @@ def point_of(sparsity: float, effort: str, report: Report, *, size: int | None, 
     largest = max(increases, key=lambda text: increases[text], default=None)
     change = None if largest is None else changes[largest]
     decision = Decision(met=True, undecided=False) if size is not None else target.decide(changes.values(), accuracy)
+    names = PathNames(report.recipe)
     return Point(
         sparsity,
         effort,
         met=decision.met,
-        perplexity=perplexity,
+        perplexity=names.keys(perplexity),
         increase=None if largest is None else increases[largest],
-        accuracy={task: x.value for task, x in accuracy.items()},
+        accuracy={names[task]: x.value for task, x in accuracy.items()},
         size=size,
         seconds=report.seconds["total"],
         undecided=decision.undecided,
