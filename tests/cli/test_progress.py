@@ -147,7 +147,7 @@ def test_several_runs_have_one_time_left(
         assert [label for _, _, label in runs] == ["50%", "60%", "70%"]
     notes = [line for line in ran.stderr.splitlines() if line.startswith("note: ")]
     assert len(notes) == len(set(notes)) > 0
-    assert [ran.stderr.count(f"{text_file}, {when}: ") for when in ("dense", "pruned")] == [1, len(runs)]
+    assert [ran.stderr.count(f"{text_file.name}, {when}: ") for when in ("dense", "pruned")] == [1, len(runs)]
 
 
 def test_the_demo_has_a_time_left_from_its_first_method_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
