@@ -25,7 +25,6 @@ from typing import Any
 
 import llama_cpp_race
 import torch
-from kernel_speed import pack
 from measuring import MEASURED, markdown_table, read_figures, write_figures
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
@@ -43,6 +42,8 @@ from sparsellm.pipeline.decoding_speed import (
     weight_bytes,
     with_own_kernel,
 )
+from sparsellm.solvers.integers import BITS_OF, IntegerFormat
+from sparsellm.solvers.quantization import round_to_nearest
 
 FILES = sorted(MEASURED.glob("decode-*.json"), reverse=True)
 """A file for each instruction set."""
@@ -171,6 +172,16 @@ def packed(one: nn.Module, make: Callable[[Tensor], Bitmask]) -> nn.Module:
         if isinstance(layer, nn.Linear):
             result.set_submodule(name, PackedLinear.from_bitmask(make(layer.weight), layer.bias, dtype=torch.bfloat16))
     return result
+
+
+def pack(weight: Tensor, sparsity: float, form: str) -> Bitmask:
+    """The weight without its smallest numbers, in bfloat16 or integers in their default groups."""
+    size = weight.abs().flatten()
+    pruned = weight.masked_fill(weight.abs() <= size.kthvalue(int(sparsity * len(size))).values, 0)
+    if form == "bfloat16":
+        return Bitmask.from_dense(pruned)
+    rounded = round_to_nearest(pruned, IntegerFormat.default(BITS_OF[form], 1 - sparsity), mask=pruned != 0)
+    return Bitmask.from_quantized(rounded, pruned != 0)
 
 
 def with_dense_head(whole: nn.Module, dense: Any) -> nn.Module:

@@ -79,9 +79,10 @@ PHASES: dict[str, tuple[str, ...]] = {
 """The functions of each phase. A call from one phase into a function of another counts for the other."""
 
 
-def rates(device: torch.device, size: int = 8192) -> dict[Any, float]:
+def rates(device: torch.device) -> dict[Any, float]:
     """Operations a second of one large product by dtype, and bytes a second of a copy."""
     result: dict[Any, float] = {}
+    size = 8192
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         square = torch.ones(size, size, device=device, dtype=dtype)
         result[dtype] = 2 * size**3 / best(functools.partial(torch.mm, square, square), device)
@@ -97,8 +98,7 @@ def block_seconds(
     torch.manual_seed(0)
     config = LlamaConfig(**shape, num_hidden_layers=2, max_position_embeddings=batches[0].shape[1])
     with torch.device(device):
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     plan = uniform_plan(blocks_of(model), pattern)
     fisher = output_fisher(model, batches) if method.needs_fisher else ()
     visits = walk(model, batches, needs_dense_stream=method.needs_dense_stream, fisher=fisher)
@@ -123,7 +123,6 @@ def measure(
     *,
     pattern: Pattern,
     device: torch.device,
-    size: int = 8192,
     methods: Sequence[str] = tuple(METHODS),
     observe: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
@@ -135,11 +134,10 @@ def measure(
         batch: Sequences per batch.
         pattern: The sparsity pattern.
         device: The device.
-        size: Rows of the square matrices of the rates.
         methods: Names of the methods.
         observe: Called with the figures so far after each method.
     """
-    speed, batches = rates(device, size), tokens.split(batch)
+    speed, batches = rates(device), tokens.split(batch)
     figures: dict[str, Any] = {"rates": {str(kind): rate for kind, rate in speed.items()}, "methods": {}}
     for name in methods:
         method, limit = METHODS[name]

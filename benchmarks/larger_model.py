@@ -144,9 +144,8 @@ class Size:
 SIZES = {
     "large": Size(width=512, blocks=12, vocabulary=12_000, length=512, batch=64),
     "small": Size(width=320, blocks=6, vocabulary=8_000, length=256, batch=4),
-    "tiny": Size(width=64, blocks=2, vocabulary=512, length=64, batch=8, samples=16, measured=32),
 }
-"""large: 44 million parameters; small: 10 million, for CPUs; tiny: for the tests."""
+"""large: 44 million parameters; small: 10 million, for CPUs."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
-"""The scripts that measure can still be run: each imports what the package has, and what they measured can be shown."""
+"""The scripts that measure can still be run: each imports what the package has, and pages show what they measured."""
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import io
+import json
+import lzma
+import shutil
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
-import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -47,16 +51,76 @@ def test_the_charts_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert np.abs(drawn - saved).max() < 0.02  # processors may round a pixel's edge differently
 
 
-def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every place that a phase names is there and is told of, wherever it was imported; afterwards all is as before."""
+@pytest.fixture
+def english(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that makes the text of the larger models."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    clock, layerwise = importlib.import_module("clock"), importlib.import_module("sparsellm.methods.layerwise")
-    linalg, solver = importlib.import_module("sparsellm.solvers.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
-    before = linalg.upper_factor_, solver.SparseGPT.solve, layerwise.solve
-    phases = clock.Phases()
-    with clock.instrumented(phases.wrap, clock.PHASES):
-        assert solver.upper_factor_ is linalg.upper_factor_ is not before[0]
-        solver.upper_factor_(torch.eye(3))
-        assert phases.seconds["factorization"] > 0
-    assert (linalg.upper_factor_, solver.SparseGPT.solve, layerwise.solve) == before
-    assert solver.upper_factor_ is before[0]
+    return importlib.import_module("english")
+
+
+def test_english_without_markup(english: ModuleType, tmp_path: Path) -> None:
+    """Paragraphs of pages, manuals and texts, once each, without code, tables and other languages; documents apart."""
+    sentence = "This is the first sentence of a paragraph that is long enough for the text."
+    source = tmp_path / "doc" / "pages"
+    source.mkdir(parents=True)
+    page = f"<html><body><nav>{sentence} Of nav.</nav><h1>The title of it</h1><p>{sentence} Of <b>HTML</b> in a page&#182;</p>"
+    page += (
+        f"<pre>{sentence} Of code.</pre><ul><li>An item, {sentence}<p>Within it, {sentence}</p>And behind, {sentence}</li></ul>"
+    )
+    page += "<p>Dies ist ein Absatz in einer anderen Sprache, der lang genug und kein englischer ist.</p>"
+    page += "<p>a = b[1] + c[2]; d = {e: f(g)}; h(i)(j) -&gt; k / l ** m // n == o != p</p></body></html>"
+    (source / "page.html").write_text(page, encoding="utf-8")
+    again = f"<p>{sentence} Of <b>HTML</b> in a page</p>" + "".join(f"<p>Number {n}: {sentence}</p>" for n in range(5))
+    (source / "second.html.gz").write_bytes(gzip.compress(again.encode()))
+    rst = f"Title\n=====\n\n.. note:: {sentence}\n\n:ref:`A link <target>` and ``code`` and *emphasis*: {sentence}\n\n"
+    rst += f"    {sentence} Code.\n"
+    (source / "text.rst").write_text(rst + "".join(f"\nLine {n}:\n{sentence}\n" for n in range(5)), encoding="utf-8")
+    (source / "broken.html.gz").write_bytes(b"no gzip")
+    (source / "empty.html").write_bytes(b"")
+    (source / "link.html").symlink_to(source / "page.html")
+    found = english.paragraphs(source / "page.html")
+    assert found == [
+        f"{sentence} Of HTML in a page",
+        f"An item, {sentence}",
+        f"Within it, {sentence}",
+        f"And behind, {sentence}",
+    ]
+    assert english.paragraphs(source / "text.rst")[0] == f"A link and code and emphasis: {sentence}"
+    assert english.paragraphs(source / "broken.html.gz") == english.paragraphs(source / "empty.html") == []
+    files = english.find_files([tmp_path / "doc"])
+    assert [file.name for file in files] == ["broken.html.gz", "empty.html", "page.html", "second.html.gz", "text.rst"]
+    texts = dict(english.documents(files, 1))
+    assert [file.name for file in texts] == ["second.html.gz", "text.rst"]  # the page is too short for a document
+    assert "Of HTML" not in texts[source / "second.html.gz"]
+
+
+@pytest.mark.skipif(shutil.which("nroff") is None, reason="nroff is not installed")
+def test_manual_pages(english: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "man" / "man1"
+    folder.mkdir(parents=True)
+    page = ".TH TOOL 1\n.SH DESCRIPTION\n.B tool\nreads the files that are given, and writes\nwhat is in them to the output.\n"
+    (folder / "tool.1.gz").write_bytes(gzip.compress(page.encode()))
+    assert english.find_files([tmp_path / "man"]) == [folder / "tool.1.gz"]
+    assert english.paragraphs(folder / "tool.1.gz") == [
+        "tool reads the files that are given, and writes what is in them to the output."
+    ]
+
+
+def test_english_is_written_whole(english: ModuleType, tmp_path: Path) -> None:
+    """Both texts and the counts; nothing at all if there is nothing to read."""
+    source = tmp_path / "doc"
+    source.mkdir()
+    for number in range(60):
+        lines = (f"The number {number} {line} is the sum of the weights that are in the layer.\n\n" for line in range(8))
+        (source / f"{number}.txt").write_text("".join(lines), encoding="utf-8")
+    output = tmp_path / "english"
+    record = english.write([source], output, 1)
+    assert record == json.loads((output / "english.json").read_text())
+    assert record["documents"] == {"text": 60}
+    held_back = [file for file in english.find_files([source]) if english.is_held_back(file)]
+    with lzma.open(output / "held-back.txt.xz", "rt") as held, lzma.open(output / "train.txt.xz", "rt") as train:
+        assert held.read().count("is the sum") == 8 * len(held_back)
+        assert train.read().count("is the sum") == 8 * (60 - len(held_back))
+    with pytest.raises(SystemExit, match="no manual pages"):
+        english.write([tmp_path / "nothing"], tmp_path / "other", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["doc", "english"]
