@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sparsellm.cli.console import show, text_table
 from sparsellm.evaluation.differences import Parts
-from sparsellm.studies.measures import Figure, error_legend, mean_over_seeds
+from sparsellm.studies.measures import Figure, mean_over_seeds
 from sparsellm.studies.page import sweep_verdict
 from sparsellm.studies.sweep_cells import Sweep
 from sparsellm.studies.sweep_file import read_sweep
@@ -70,21 +70,18 @@ def test_figures_beside_the_paper_s(tmp_path: Path) -> None:
     assert "demo:opt, wanda, 2:4 (failed)" in text
 
 
-def test_tables_have_a_dense_line_and_the_change_from_it(tmp_path: Path) -> None:
+def test_the_change_from_the_dense_model(tmp_path: Path) -> None:
+    """In all three files; with an axis as the columns, the dense model has a line of its own too."""
     sweep, outcomes = with_figures(tmp_path, dense=8.0)
     rows = table(sweep, outcomes)
-    head, lines = grid(sweep, rows)
-    assert head == ["model", "method", "sparsity", "perplexity on te_xt"]
-    assert lines[:2] == [["demo:opt", "dense", "", "8.00 ± 0.25"], ["demo:opt", "magnitude", "70%", "11.00 ± 0.58 (+37.5 %)"]]
-    assert len(lines) == 1 + 4
     assert "17.00 ± 0.58 (+112 %; paper 20.00, ×0.85)" in to_markdown(sweep, rows)
-    legend = "\nPerplexity on te_xt of demo:opt.\nIn brackets: the change from the model before the run.\n"
-    assert legend in to_markdown(sweep, rows)
     line = next(x for x in csv.DictReader(to_csv(sweep, rows).splitlines()) if x["measure"] == "perplexity te_xt")
     assert (float(line["dense"]), float(line["change"])) == (8.0, 11 / 8 - 1)
     assert to_json(sweep, rows, outcomes)["rows"][0]["figures"]["perplexity te_xt"]["change"] == 11 / 8 - 1
     sweep, outcomes = with_figures(tmp_path, dense=8.0, columns="sparsity")
-    assert grid(sweep, table(sweep, outcomes))[1][0] == ["demo:opt", "dense", "8.00 ± 0.25", "8.00 ± 0.25"]
+    head, lines = grid(sweep, table(sweep, outcomes))
+    assert head == ["model", "method", "70%", "2:4"]
+    assert lines[0] == ["demo:opt", "dense", "8.00 ± 0.25", "8.00 ± 0.25"]
 
 
 def test_a_combination_is_best_only_beyond_the_error_of_the_difference(tmp_path: Path) -> None:
@@ -112,28 +109,6 @@ def test_a_combination_is_best_only_beyond_the_error_of_the_difference(tmp_path:
     others = [replace(rows[0], figures={"perplexity demo": figure(0, 0, 0, 0, digest="other")}), rows[1], rows[2]]
     assert "by a difference of unknown error, at 50% (239)" in sweep_verdict(sweep, others, [])[1]
     assert "demo: alps at 50% (239)." in sweep_verdict(sweep, rows[:1], [])[1], "nothing is best of one"
-
-
-OVER_ITEMS, ALONE = "over sequences or questions", Figure(3.0, 0.2)
-
-
-@pytest.mark.parametrize(
-    ("figures", "over"),
-    [
-        ([ALONE], OVER_ITEMS),
-        ([Figure(3.0, 0.2, dense=ALONE)], OVER_ITEMS),
-        ([Figure(3.0, 0.2, seeds=2)], "over 2 seeds"),
-        ([Figure(3.0, 0.2, dense=ALONE, seeds=2), Figure(60.0)], f"over 2 seeds, of the dense model {OVER_ITEMS}"),
-        ([Figure(3.0, 0.2, seeds=2), ALONE], f"over 2 seeds, of a single run {OVER_ITEMS}"),
-        (
-            [Figure(3.0, 0.2, dense=ALONE, seeds=2), Figure(3.0, 0.2, seeds=3), ALONE],
-            f"over 2 to 3 seeds, of a single run and of the dense model {OVER_ITEMS}",
-        ),
-    ],
-)
-def test_the_legend_says_what_every_error_is_over(figures: list[Figure], over: str) -> None:
-    """The dense model is measured once, and so is a row of which one cell is finished."""
-    assert error_legend(figures)[0] == f"± is the standard error {over}."
 
 
 def test_an_error_of_zero_is_shown() -> None:
@@ -177,18 +152,6 @@ def test_the_dense_line_has_the_labels_on_which_it_depends(tmp_path: Path) -> No
     )
     rows = [Row(cell.labels, {"perplexity demo": Figure(3.0, dense=Figure(2.0))}, 1) for cell in only_columns.cells]
     assert grid(only_columns, rows) == (["", "1", "2"], [["dense", *["2.00"] * 2], ["pruned", *["3.00 (+50.0 %)"] * 2]])
-
-
-def test_accuracies_are_in_per_cent(tmp_path: Path) -> None:
-    figure = Figure(0.58, 0.01, dense=Figure(0.61, share=True), share=True, published=0.5)
-    assert str(figure) == "58.0 ± 1.0 % (-3.0 points; paper 50.00 %, ×1.16)"
-
-
-def test_an_axis_may_be_the_columns(tmp_path: Path) -> None:
-    sweep, outcomes = with_figures(tmp_path, columns="sparsity")
-    head, lines = grid(sweep, table(sweep, outcomes))
-    assert head == ["model", "method", "70%", "2:4"]
-    assert lines[1] == ["demo:opt", "wanda", "17.00 ± 0.58 (paper 20.00, ×0.85)", "19.50 ± 0.50"]
 
 
 def test_a_narrow_console_keeps_every_column() -> None:
