@@ -41,33 +41,29 @@ def packed_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTraine
 
 
 class Timed(nn.Module):
-    """A model of 25 float32 weights and a vocabulary of 7 that takes some seconds for each token of a sequence."""
+    """A model of 25 float32 weights and a vocabulary of 7 that takes some seconds of a clock for each token of a sequence."""
 
-    def __init__(self, name: str, seconds: float, clock: list[float], calls: list[tuple[str, int, int]]) -> None:
+    def __init__(self, seconds: float, clock: list[float]) -> None:
         super().__init__()
         self.embedding, self.layer = nn.Embedding(7, 5), nn.Linear(5, 5, bias=False)
-        self.name, self.seconds, self.clock, self.calls = name, seconds, clock, calls
+        self.seconds, self.clock = seconds, clock
 
     def forward(self, tokens: Tensor, past_key_values: Any = None, use_cache: bool = False) -> Any:
         assert use_cache
-        self.calls.append((self.name, tokens.shape[1], torch.get_num_threads()))
         self.clock[0] += self.seconds * tokens.shape[1]
         return SimpleNamespace(logits=torch.zeros(*tokens.shape, 7), past_key_values=())
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, nn.Module], list[tuple[str, int, int]]]:
-    """A dense model that takes 4 seconds a token and a packed one that takes 1, and the list of their calls."""
-    clock, calls = [0.0], list[tuple[str, int, int]]()
+def test_speeds_are_tokens_of_all_sequences_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the threads that are asked for, which are as before afterwards."""
+    clock, before = [0.0], torch.get_num_threads()
     monkeypatch.setattr(decoding_speed.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(
         memory_reads, "read_seconds", lambda weights: sum(x.nbytes for x in weights) / (READ * torch.get_num_threads())
     )
-    return {TORCH: Timed(TORCH, 4, clock, calls), PACKED: Timed(PACKED, 1, clock, calls)}, calls
-
-
-def test_speeds_are_tokens_of_all_sequences_by_seconds(timed: tuple[dict[str, nn.Module], list]) -> None:
-    speeds, bandwidth = measure_speeds(timed[0], batches=[1, 3], threads=[1, 2], prompt=6, tokens=5)
+    models = {TORCH: Timed(4, clock), PACKED: Timed(1, clock)}
+    speeds, bandwidth = measure_speeds(models, batches=[1, 3], threads=[1, 2], prompt=6, tokens=5)
+    assert torch.get_num_threads() == before
     assert bandwidth == {1: READ, 2: 2 * READ}
     for speed in speeds:
         if speed.form == CEILING:  # 25 weights of 4 bytes are read for each token of all sequences
@@ -78,27 +74,6 @@ def test_speeds_are_tokens_of_all_sequences_by_seconds(timed: tuple[dict[str, nn
             assert (speed.decode, speed.prefill) == (speed.batch / seconds, speed.batch / seconds)
     places = [(speed.form, speed.threads, speed.batch) for speed in speeds]
     assert places == [(form, t, b) for t in (1, 2) for b in (1, 3) for form in (TORCH, PACKED, CEILING)]
-
-
-def test_forms_take_turns_with_the_threads_asked_for(timed: tuple[dict[str, nn.Module], list]) -> None:
-    """Each is warmed up, and reads its prompts; then it decodes in turn with the others."""
-    before, (models, calls) = torch.get_num_threads(), timed
-    measure_speeds(models, batches=[1], threads=[2], prompt=6, tokens=3, rounds=2)
-    steps = [(name, length) for name, length, _ in calls]
-    warm = [(name, 1) for name in (TORCH, TORCH, PACKED, PACKED)]
-    assert steps == [*warm, (TORCH, 6), (PACKED, 6), *([(TORCH, 1)] * 3 + [(PACKED, 1)] * 3) * 2]
-    assert {threads for *_, threads in calls} == {2}
-    assert torch.get_num_threads() == before
-
-
-def test_the_median_of_the_rounds_counts(timed: tuple[dict[str, nn.Module], list]) -> None:
-    models, calls = timed
-    last = 2 * 2 + 2 + 2 * 9 * 2  # calls before the last round
-    slow = models[PACKED].register_forward_hook(lambda module, *_: setattr(module, "seconds", 50 if len(calls) > last else 1))
-    speeds, _ = measure_speeds(models, batches=[1], threads=[1], prompt=2, tokens=9, rounds=3)
-    slow.remove()
-    assert len(calls) == last + 2 * 9
-    assert [speed.decode for speed in speeds if speed.form == PACKED] == [1]
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
