@@ -1,4 +1,4 @@
-"""The demo's text, its bundled models, and the script that made them."""
+"""The demo's text and its bundled models."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import json
 import math
 import subprocess
 import sys
-from importlib import import_module
-from itertools import count
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, OutputExists
+from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.texts import demo
 from sparsellm.texts.demo import FAMILIES, is_held_out, model_path, named_documents
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # ---- text
 
@@ -139,66 +134,3 @@ def test_demo_imports_nothing_heavy() -> None:
     """The package and the text need the standard library alone."""
     code = "import sys, sparsellm.texts.demo; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# ---- training
-
-
-@pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script that trained the bundled models."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return import_module("train_demo_models")
-
-
-@pytest.fixture
-def little_text(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few lines in place of the library's English, one document of them for validation."""
-    checked = next(f"doc{number}" for number in count() if train.is_validation(f"doc{number}"))
-    fitted = next(f"doc{number}" for number in count() if not train.is_validation(f"doc{number}"))
-    line = "Return a copy of the list number {}; raise ValueError when it is empty.\n"
-    document = "".join(line.format(number) for number in range(60))
-    monkeypatch.setattr(train, "named_documents", lambda _: {checked: document, fitted: document.replace("list", "set")})
-
-
-@pytest.mark.usefixtures("little_text")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_steps(train: ModuleType, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two steps leave a folder that loads, and a record of how it was made; a second run leaves it alone."""
-    output = tmp_path / "made"
-    words = [family, str(output), "--threads", str(torch.get_num_threads())]  # by default it takes one, for good
-    train.main([*words, "--steps", "2"])
-    out, err = capsys.readouterr()
-    record = json.loads(out)
-    assert record == json.loads((output / "training.json").read_text())
-    assert (record["family"], record["stopped_at"], record["seed"]) == (family, 2, 0)
-    assert set(record["held_out_perplexity"]) == {"dense", "magnitude 50%", "magnitude 80%"}
-    assert "step 2" in err
-    model = AutoModelForCausalLM.from_pretrained(output)
-    assert model.dtype == torch.bfloat16
-    assert len(AutoTokenizer.from_pretrained(output)) <= model.config.vocab_size
-
-    with pytest.raises(OutputExists, match="nothing is overwritten"):
-        train.train(train.DemoTraining(family), output)
-    with pytest.raises(SystemExit, match="exists"):
-        train.main(words)
-
-
-def test_prune_by_magnitude(train: ModuleType) -> None:
-    """The smallest weights of every linear layer but the head go, to the exact count."""
-    model = train.build_model(train.DemoTraining("llama"))
-    head = model.lm_head.weight.clone()
-    train.prune_by_magnitude(model, 0.75)
-    layers = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
-    assert len(layers) == 4 * 7
-    assert all(int((layer.weight == 0).sum()) * 4 == layer.weight.numel() * 3 for layer in layers)
-    assert torch.equal(model.lm_head.weight, head)
-
-
-def test_schedule(train: ModuleType) -> None:
-    """The learning rate rises to its peak and falls to nothing."""
-    rates = [import_module("training").schedule(share / 100, 0.03) for share in range(101)]
-    assert rates.index(max(rates)) == 3
-    assert max(rates) == 1
-    assert rates[-1] < 1e-9
-    assert rates[3:] == sorted(rates[3:], reverse=True)
