@@ -15,11 +15,14 @@ from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.methods import BlockResult, CurvePoint, EpochResult, LayerResult, TrainingResult
+from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.output_folder import REPORT, SWEEP
+from sparsellm.pipeline.packed_sizes import MatrixSize, Packed
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Digests, PrunedReport, Report
 from sparsellm.pipeline.results import Point, SearchResult
+from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.studies.sweep_file import read_sweep
 from sparsellm.studies.sweep_runner import CellFolder
@@ -98,6 +101,10 @@ def a_run(place: Path) -> Path:
         Point(0.8, "fast", False, {TEXT: 90.0}, 0.6, {}, None, 1.0),
         Point(0.7, "fast", False, {TEXT: 66.0}, 0.2, {}, None, 1.0, undecided=True, increase_error=0.02),
     )
+    matrix = MatrixSize("h.0.a", (10, 100), "bfloat16", 500, 0, 2000, 1100, packed=True)
+    speeds = [Speed(TORCH, 1, 1, 20.0, 100.0), Speed(PACKED, 1, 1, 50.0, 60.0), Speed(CEILING, 1, 1, 200.0, None)]
+    sizes = {TORCH: 4 * 2**20, PACKED: 2**20}
+    bench = Bench("out", 2**20, sizes, 1000, {1: 1e10}, 8, 2, speeds, [], {"processor": "some <processor>"})
     return written(
         place / "out <b>",
         report(
@@ -112,6 +119,7 @@ def a_run(place: Path) -> Path:
             peak_memory_bytes=3 * 2**30,
             search=SearchResult("a perplexity increase of at most 20 %", points),
             recovered=TrainingResult(2.0, 1.6, 5, curve=CURVE),
+            packing=Packed("plain", 4 * 2**20, 2**20, (matrix,), bench=bench),
         ),
     )
 

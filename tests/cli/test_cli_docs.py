@@ -112,13 +112,6 @@ def test_help_of_prune_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "One of:" not in text
 
 
-def test_help_of_evaluate_lists_both_things_to_measure_on() -> None:
-    shown = CliRunner().invoke(app, ["evaluate", "--help"]).stdout
-    assert "--text" in shown
-    assert "--task" in shown
-    assert "--task-data" not in shown
-
-
 @pytest.mark.parametrize(("name", "recipe"), [("prune", Recipe), ("plan", Recipe), ("recover", RecoveryRecipe)])
 def test_help_all_lists_every_field(name: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -179,9 +179,3 @@ def test_prune_packs_its_output_too(tiny: dict[str, Path], tmp_path: Path, comma
     assert "is finished: there is nothing to resume" in result.stderr
     assert "18 matrices take" in result.stdout
     assert sparsellm.verify(tmp_path / "out-packed").layers == 18
-
-
-def test_the_page_of_a_packed_model_says_its_size(packed: Path, tmp_path: Path, command: Command) -> None:
-    """In the sentence on its zeros."""
-    assert command("report", packed, "--output", tmp_path / "page.html").exit_code == 0
-    assert "Packed (plain form): " in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -96,22 +95,6 @@ def test_evaluation_counts_sequences(tiny: dict[str, Path], text_file: Path, com
     assert ran.exit_code == 0, ran.stderr
     assert check(ran.stderr) == ["loading", "measuring"]
     assert command("evaluate", tiny["opt"], *words, "--quiet").stderr == ""
-
-
-def test_a_sweep_has_one_time_left(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
-    """Runs that differ take times of their own: those to come count as those so far, from the first one on."""
-    shared = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "evaluate": [str(text_file)]}
-    axes = {"model": [str(tiny["opt"])], "method": ["magnitude", "wanda"]}
-    file = tmp_path / "sweep.yaml"
-    file.write_text(yaml.safe_dump({"recipe": {**shared, "evaluate_limit": 4}, "axes": axes}), encoding="utf-8")
-    ran = command("sweep", file, tmp_path / "out")
-    assert ran.exit_code == 0, ran.stderr
-    assert check(ran.stderr) == ["loading", "measuring dense", "pruning", "measuring pruned"] * 2
-    shown = states(ran.stderr)
-    assert next(fields["runs"] for fields in shown if fields["run"]) == 2
-    assert {fields["run"] for fields in shown if fields["left"]} == {1, 2}
-    assert all(fields["percent"] is not None for fields in shown)
-    assert command("sweep", file, tmp_path / "out").stderr == ""
 
 
 SEVERAL = {
@@ -210,20 +193,6 @@ def test_commands_without_a_run_are_displayed_in_a_pipe(
     assert len(shown) >= len(stages)
     if name in ("pack", "unpack", "export"):
         assert command(*line, "--overwrite", "--quiet").stderr == ""
-
-
-def test_a_long_stage_is_displayed_again(made: dict[str, Path], command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of several gigabytes takes minutes: the line comes again with the time that has passed."""
-    verify = sparsellm.pipeline.verification.verify
-
-    def slow(*given: object, **settings: object) -> object:
-        time.sleep(0.5)
-        return verify(*given, **settings)
-
-    monkeypatch.setattr("sparsellm.pipeline.verification.verify", slow)
-    monkeypatch.setattr("sparsellm.pipeline.display.PLAIN_SECONDS", 0.1)
-    monkeypatch.setattr("sparsellm.pipeline.display.REFRESH_SECONDS", 0.05)
-    assert command("verify", made["run"]).stderr.count("verifying") > 1
 
 
 @pytest.mark.parametrize("quiet", [False, True])

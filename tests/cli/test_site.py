@@ -149,21 +149,6 @@ def test_pictures_are_what_the_script_draws() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_search_finds_what_people_ask_for(site: Path) -> None:
-    """Words of users who come from elsewhere are in the search index, each on a page about it."""
-    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
-    texts = {entry["location"]: f"{entry['title']} {entry['text']}".lower() for entry in index["docs"]}
-    wanted = {
-        "fine-tun": "fine-tuning",
-        "callback": "fine-tuning",
-        "lora": "fine-tuning",
-        "chat": "deploying",
-        "vllm": "deploying",
-    }
-    for word, page in (wanted | {"gguf": "deploying", "llm-compressor": "migrating"}).items():
-        assert any(location.startswith(f"{page}.html") and word in text for location, text in texts.items()), word
-
-
 class Lines(yaml.SafeLoader):
     """YAML with names of Python functions, which are not looked up."""
 

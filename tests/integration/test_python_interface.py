@@ -337,30 +337,20 @@ def test_paths_serve_wherever_a_folder_is_named(tiny: dict[str, Path], tmp_path:
         sparsellm.load_report(tmp_path)
 
 
-def test_what_is_read_and_made_prints_in_a_few_lines(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
-    """`str` and `repr` of what the public functions return; a report's has the figures of its run."""
+def test_a_saved_report_prints_as_the_result(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Of a recovery with the figures of the dense, the pruned and the recovered model."""
     folder, settings = str(tiny["llama"]), {"calibration": str(text_file), "samples": 4, "sequence_length": 32}
     result = sparsellm.prune(folder, "wanda", evaluate=str(text_file), evaluate_limit=2, **settings)
     out = result.save_pretrained(tmp_path / "out")
-    saved = sparsellm.load_report(out)
-    assert str(saved) == str(result.report)
+    assert str(sparsellm.load_report(out)) == str(result.report)
     more = sparsellm.recover(out, folder, steps=1, evaluate=str(text_file), evaluate_limit=2, **settings)
     again = sparsellm.load_report(more.save_pretrained(tmp_path / "more"))
     assert str(again) == str(more.report)
     assert str(again).splitlines()[2].count("→") == 2
-    assert (
-        str(again)
-        .splitlines()[0]
-        .startswith(("model: llama, pruned and recovered", "model: llama, pruned; nothing was recovered"))
-    )
-    by_bits = sparsellm.prune(folder, "sparsegpt", bits=3.0, **settings).save_pretrained(tmp_path / "bits")
-    made = [saved, again, sparsellm.load_report(by_bits), result.report.recipe, more.report.recipe, result, more]
-    made += [sparsellm.report([out, tmp_path / "more"]), sparsellm.plan(folder, "wanda", **settings)]
-    made += [sparsellm.verify(out), sparsellm.evaluate(folder, text_file, sequence_length=32, evaluate_limit=2)]
-    for x in made:
-        assert max(len(str(x)), len(repr(x))) < 1200, type(x)
+    assert re.match("model: llama, pruned(; nothing was| and) recovered", str(again))
+    assert max(len(str(x)) for x in (result, more, sparsellm.report([out, tmp_path / "more"]))) < 1200
     recipe = sparsellm.Recipe(model="demo:opt", method="magnitude")
-    assert str(recipe) == "model='demo:opt' method='magnitude' sparsity='50%'"
+    assert str(recipe) == "model='demo:opt' method='magnitude' sparsity='50%'", "without what is at its default"
 
 
 def test_a_sweep_from_python(tiny: dict[str, Path], tmp_path: Path) -> None:
