@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from typer.testing import Result
 
 from sparsellm.checkpoints.headers import locate_all
@@ -23,11 +22,8 @@ from sparsellm.cli.console import text_table
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.pipeline import selection
 from sparsellm.pipeline.selection import name_matcher
-from sparsellm.texts.large_files import SHORT
-from sparsellm.texts.samples import calibration_windows
 from sparsellm.texts.texts import read_text
 from tests.cli.test_bad_input import refused
-from tests.conftest import byte_tokenizer
 
 Command = Callable[..., Result]
 
@@ -148,23 +144,6 @@ def test_expressions_that_never_end(pattern: str, monkeypatch: pytest.MonkeyPatc
         is_match("a" * 60 if "aa" in pattern else "model.layers.0.self_attn.q_proj.and.so.on.to.the.end")
     assert time.process_time() - started < 2
     assert name_matcher(r"re:.*(\.\w+)+_proj", "`include`")("model.layers.0.self_attn.q_proj")
-
-
-@pytest.mark.parametrize("form", ["text", "chat"])
-def test_one_long_line_is_read_once(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sequence of a long line parsed the whole line, and wrote the whole chat, again."""
-    words = "word " * (SHORT // 4)
-    row = {"text": words} if form == "text" else {"messages": [{"role": "user", "content": words}]}
-    file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    text = read_text(str(file), "calibration")
-    parsed = Mock(wraps=json.loads)
-    monkeypatch.setattr("sparsellm.texts.large_files.json.loads", parsed)
-    drawn = calibration_windows(text, tokenizer, samples=24, sequence_length=32, seed=0, documents="joined")
-    assert drawn.windows.shape == torch.Size([24, 32])
-    assert parsed.call_count <= 2
 
 
 def test_a_text_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import BadText
-from sparsellm.texts.data_sets import read_data_set
 from sparsellm.texts.padding import pad
 from sparsellm.texts.rows import FORMS, document_fields, split_documents
-from sparsellm.texts.texts import JOINT, LONGEST_NAME, Text, is_name
+from sparsellm.texts.texts import JOINT, LONGEST_NAME, Text, data_set_text, is_name
 
 CalibrationData = Tensor | Mapping[str, Any] | Iterable[Any]
 """Any of the forms that `read_in_memory` takes."""
@@ -156,8 +155,7 @@ def _rows(data: Any, field: str | None, what: str, *, samples: int | None, seed:
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
         columns = [column for column in (name, "attention_mask") if column in names]
         return [{column: row[column] for column in columns} for row in (data[number] for number in order[:samples].tolist())]
-    texts, conversations = read_data_set(data, field, what)
-    return Text(texts, JOINT, source, conversations=conversations)
+    return data_set_text(data, field, what, source)
 
 
 def _holds_tokens(item: Any) -> bool:

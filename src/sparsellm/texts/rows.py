@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,17 @@ def document_fields(
 def split_documents(source: str, rows: Iterable[FileRow], field: str | None) -> tuple[list[str], list[Conversation], int]:
     """Return the texts and the conversations of rows, of which one list is empty, and the number of empty rows.
 
+    Takes the arguments of `row_documents`, and raises its errors.
+    """
+    found = list(row_documents(source, rows, field))
+    texts = [document for document in found if isinstance(document, str)]
+    conversations = [document for document in found if isinstance(document, Conversation)]
+    return texts, conversations, found.count(None)
+
+
+def row_documents(source: str, rows: Iterable[FileRow], field: str | None) -> Iterator[Document | None]:
+    """Yield the document of each row; None for an empty one.
+
     Args:
         source: The file or the argument that holds the rows, for errors.
         rows: Each a text, a conversation, or an object with either in fields.
@@ -91,21 +102,21 @@ def split_documents(source: str, rows: Iterable[FileRow], field: str | None) -> 
     Raises:
         BadText: A row has no such field or holds something else, or there are both texts and conversations.
     """
-    texts: list[str] = []
-    conversations: list[Conversation] = []
-    empty = 0
+    kind: type | None = None
     for position, row in rows:
         document = document_of(f"{source}, {position},", row, field)
-        if document is None:
-            empty += 1
-        elif isinstance(document, str):
-            texts.append(document)
-        else:
-            conversations.append(document)
-        if texts and conversations:
-            kind = "text" if isinstance(document, str) else "chat"
-            raise BadText(f"{source}, {position}, holds a {kind}, unlike the rows before it. Use a file for each kind.")
-    return texts, conversations, empty
+        if document is not None and kind not in (None, type(document)):
+            other = "text" if isinstance(document, str) else "chat"
+            raise BadText(f"{source}, {position}, holds a {other}, unlike the rows before it. Use a file for each kind.")
+        kind = kind if document is None else type(document)
+        yield document
+
+
+def document_size(document: Document | None) -> int:
+    """Characters of a document, about those of a chat before its template writes it."""
+    if document is None:
+        return 0
+    return len(document) if isinstance(document, str) else len(str(document.messages))
 
 
 def document_of(location: str, row: object, field: str | None) -> Document | None:

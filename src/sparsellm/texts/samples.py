@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsellm.errors import BadText, InvalidSetting, plural
 from sparsellm.runtime.memory import check_fits
-from sparsellm.texts.large_files import SHORT
+from sparsellm.texts.data_sets import SHORT
 from sparsellm.texts.padding import pad
 from sparsellm.texts.texts import Text
 from sparsellm.texts.tokenized import BOS, CHARACTERS, FURTHER_TOKENS, Documents, TokenizedText
@@ -29,6 +29,9 @@ TRIED, MEDIAN = 64, 2
 PARTS_A_SEQUENCE = 4
 """Parts of one text, between blank lines, that a sequence joins, but for the longest tenth, where a note asks whether they are
 texts of their own. Paragraphs of prose have tens to hundreds of tokens."""
+
+CHARACTER_BYTES = 4
+"""Most bytes of a character, and so most tokens: a document of too few characters to be longer than a sequence is not read."""
 
 TOKEN_BYTES = 8
 """Bytes of a token id."""
@@ -75,7 +78,7 @@ def calibration_windows(
     papers' code for C4 (which may draw a document twice). Otherwise, and for texts whose documents are rows of one text,
     sequences come from any position in the stream of all documents.
 
-    Of a text of more than `sparsellm.texts.large_files.SHORT` characters, but for the papers' texts, the positions are drawn in
+    Of a text of more than `sparsellm.texts.data_sets.SHORT` characters, but for the papers' texts, the positions are drawn in
     characters and only the text after them is tokenized. Of a shorter one, documents are tokenized until enough long ones are
     found, in the worst case all of them, and then the stream once.
 
@@ -228,12 +231,17 @@ def _draw_from_documents(tokenized: TokenizedText, samples: int, length: int, ge
     windows: list[Tensor] = []
     remaining = SHORT + 2 * CHARACTERS * samples * length
     for index in torch.randperm(len(tokenized), generator=generator).tolist():
+        if tokenized.is_long:
+            size = int(tokenized.sizes[index])
+            if remaining < 0:
+                return None
+            if 0 < CHARACTER_BYTES * size < length:
+                remaining -= size
+                continue
         document = tokenized.document(index)
         if document is None:
             continue
         if tokenized.is_long:
-            if remaining < 0:
-                return None
             document = _part(document, length, generator)
             remaining -= len(document)
         tokens = tokenized.tokens(document)

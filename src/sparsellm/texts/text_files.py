@@ -5,28 +5,22 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsellm.errors import BadText
-from sparsellm.texts.json_files import Unreadable, read_bytes
-from sparsellm.texts.large_files import (
-    SHORT,
-    JsonLines,
-    LargeRows,
-    LazyDocuments,
-    TableRows,
-    TextPieces,
-    file_reader,
-    parse_json,
-)
-from sparsellm.texts.rows import Conversation, FileRow, document_fields, split_documents
+from sparsellm.errors import BadText, first_line
+from sparsellm.texts.data_sets import ROWS_A_BATCH, StoredDocuments, keep_documents
+from sparsellm.texts.rows import Conversation, FileRow, document_fields, row_documents
 
 MIB = 2**20
+
+PIECE = 2**16
+"""Characters from which lines of a long text are a piece of it."""
 
 
 @dataclass(frozen=True)
@@ -34,38 +28,39 @@ class FileDocuments:
     """The documents of a file: texts or conversations.
 
     Attributes:
-        texts: None for an empty row of a large file.
-        empty: Number of empty rows that are left out; those of a large file are counted when they are drawn.
+        empty: Number of empty rows, which are left out.
         pieces: Whether the texts are parts of one text.
     """
 
-    texts: Sequence[str | None]
-    conversations: Sequence[Conversation | None] = ()
+    texts: Sequence[str]
+    conversations: Sequence[Conversation] = ()
     empty: int = 0
     pieces: bool = False
 
 
 def read_documents(path: Path, field: str | None, memory: int | None = None) -> FileDocuments:
-    """Read a file with the reader of its suffix; of a large .txt, .jsonl or .parquet file, only what is used later.
+    """Read a file with the reader of its suffix; more than `sparsellm.texts.data_sets.SHORT` characters stay on disk.
 
     Args:
         field: Field or column that holds the documents; None for the first of `sparsellm.texts.rows.FORMS`, or the only column
             of a .csv file.
-        memory: Most bytes of a file of another kind, decompressed; None for no limit.
+        memory: Most bytes of a .json or .raw file, decompressed; None for no limit.
 
     Raises:
         BadText: The file is malformed, too large, or holds both texts and conversations.
     """
     suffix = suffix_of(path)
     rows = READERS[suffix](path, field, memory)
-    if suffix in (".txt", ".raw"):
-        if isinstance(rows, LargeRows):
-            return FileDocuments(LazyDocuments(str(path), rows, None), pieces=True)
-        return FileDocuments([str(text) for _, text in rows])
-    if isinstance(rows, LargeRows):
-        documents = LazyDocuments(str(path), rows, field)
-        return FileDocuments(() if documents.conversations else documents, documents if documents.conversations else ())
-    return FileDocuments(*split_documents(str(path), rows, field))
+    if suffix == ".raw":
+        return FileDocuments([str(line) for _, line in rows])
+    if suffix == ".txt":
+        texts, _ = keep_documents(str(piece) for _, piece in rows)
+        is_long = isinstance(texts, StoredDocuments)
+        return FileDocuments(texts if is_long else ["".join(texts)], pieces=is_long)
+    documents, empty = keep_documents(row_documents(str(path), rows, field))
+    if documents and isinstance(documents[0], Conversation):
+        return FileDocuments((), documents, empty)
+    return FileDocuments(documents, (), empty)
 
 
 def suffix_of(path: Path) -> str:
@@ -75,112 +70,111 @@ def suffix_of(path: Path) -> str:
     return inner if suffix == ".gz" and inner in READERS and inner != ".parquet" else suffix
 
 
-def _bytes(path: Path, limit: int | None) -> bytes:
-    """Read a file, decompressed, of at most `limit` bytes."""
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Open a file, decompressed. Raises BadText where it cannot be read."""
     try:
-        if limit is not None and path.stat().st_size > limit:
-            raise _too_large(path, limit)
-        data = read_bytes(path, None)
-        if path.suffix.lower() == ".gz":
-            with gzip.open(io.BytesIO(data)) as stream:
-                data = stream.read(-1 if limit is None else limit + 1)
-            if limit is not None and len(data) > limit:
-                raise _too_large(path, limit)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise BadText(f"{path} is not a gzip file that can be read: {error}") from error
-    except Unreadable as error:
-        raise BadText(f"{path} cannot be read: {error}.") from error
-    return data
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadText(f"{path} cannot be read: {first_line(error)}.") from error
 
 
-def _too_large(path: Path, limit: int) -> BadText:
-    packed = path.suffix.lower() == ".gz"
-    advice = "Decompress it" if packed and suffix_of(path) in (".txt", ".jsonl") else "Store it as .jsonl"
-    return BadText(
-        f"{path} holds more than {limit // MIB:,} MiB{' decompressed' if packed else ''}, and must be read whole. "
-        f"{advice}: of a .txt, .jsonl or .parquet file, only what is used is read. Or raise `max_memory`."
-    )
-
-
-def _decode(path: Path, data: bytes) -> str:
-    """Decode UTF-8, without a byte order mark and with LF line ends."""
+def _decode(path: Path, data: bytes, line: int = 1) -> str:
+    """Decode UTF-8, from that line of a file on, without a byte-order mark and with LF line ends."""
     try:
-        return data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+        return data.decode("utf-8-sig" if line == 1 else "utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        byte, line = f"0x{error.object[error.start]:02x}", error.object.count(b"\n", 0, error.start) + 1
-        reason = f"is not UTF-8: byte {byte} at position {error.start:,} (line {line:,}). Convert it, for example with iconv."
-        raise BadText(f"{path} {reason}") from error
+        byte, line = error.object[error.start], line + error.object.count(b"\n", 0, error.start)
+        raise BadText(f"{path}, line {line}, is not UTF-8: byte 0x{byte:02x}. Convert it, for example with iconv.") from error
 
 
-def _read_txt(path: Path, _: str | None, memory: int | None) -> Iterable[FileRow] | LargeRows:
-    """Return the whole file as one row; pieces of it if it is large."""
-    if path.suffix.lower() != ".gz" and (size := path.stat().st_size) > SHORT:
-        return TextPieces(path, file_reader(path), size)
-    data = _bytes(path, memory)
-    if len(data) > SHORT:
-        return TextPieces(path, lambda start, stop: data[start:stop], len(data))
-    return [("the file", _decode(path, data))]
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file with their ends."""
+    with _opened(path) as stream:
+        for number, line in enumerate(stream, 1):
+            yield _decode(path, line, number)
 
 
-def _read_raw(path: Path, _: str | None, memory: int | None) -> list[FileRow]:
-    """Return the lines of a WikiText file with their line ends, blank ones as empty strings; none after the last line end."""
-    lines = _decode(path, _bytes(path, memory)).removesuffix("\n").split("\n")
-    return [(f"line {number}", f"{line}\n" if line.strip() else "") for number, line in enumerate(lines, 1)]
+def _whole(path: Path, memory: int | None) -> str:
+    """Read a file of at most `memory` bytes."""
+    with _opened(path) as stream:
+        data = stream.read(-1 if memory is None else memory + 1)
+    if memory is not None and len(data) > memory:
+        raise BadText(
+            f"{path} holds more than {memory // MIB:,} MiB and must be read whole. Store it as .jsonl, of which only what is "
+            "used is in memory, or raise `max_memory`."
+        )
+    return _decode(path, data)
 
 
-def _read_json(path: Path, _: str | None, memory: int | None) -> list[FileRow] | LargeRows:
-    """Return the entries of a JSON list; or of lines, which some data sets store under this suffix."""
-    text = _decode(path, _bytes(path, memory))
+def _read_txt(path: Path, _: str | None, memory: int | None) -> Iterator[FileRow]:
+    """Yield pieces of the text: whole lines, but for long ones."""
+    parts: list[str] = []
+    size = 0
+    for line in _lines(path):
+        for start in range(0, len(line), PIECE):
+            parts.append(line[start : start + PIECE])
+            size += len(parts[-1])
+            if size >= PIECE:
+                yield "", "".join(parts)
+                parts, size = [], 0
+    if parts:
+        yield "", "".join(parts)
+
+
+def _read_raw(path: Path, _: str | None, memory: int | None) -> Iterator[FileRow]:
+    """Yield the lines of a WikiText file with their line ends, blank ones as empty strings; none after the last line end."""
+    lines = _whole(path, memory).removesuffix("\n").split("\n")
+    yield from ((f"line {number}", f"{line}\n" if line.strip() else "") for number, line in enumerate(lines, 1))
+
+
+def _read_json(path: Path, _: str | None, memory: int | None) -> Iterator[FileRow]:
+    """Yield the entries of a JSON list; or of lines, which some data sets store under this suffix."""
+    text = _whole(path, memory)
     if text.startswith("{") and "\n{" in text:
-        return list(_lines(path, text))
-    rows = parse_json(path, text)
+        yield from _read_jsonl(path, None, memory)
+        return
+    rows = _parsed(path, text)
     if not isinstance(rows, list):
         raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
-    return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
+    yield from ((f"entry {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _read_jsonl(path: Path, _: str | None, memory: int | None) -> Iterable[FileRow] | LargeRows:
-    """Return the values of lines."""
-    if path.suffix.lower() != ".gz" and (size := path.stat().st_size) > SHORT:
-        return JsonLines(path, file_reader(path), size)
-    data = _bytes(path, memory)
-    if len(data) > SHORT:
-        return JsonLines(path, lambda start, stop: data[start:stop], len(data))
-    return _lines(path, _decode(path, data))
-
-
-def _lines(path: Path, text: str) -> Iterator[FileRow]:
-    """Yield the values of the lines of a JSONL file's text."""
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would split at U+2028 in a JSON string
+def _read_jsonl(path: Path, _: str | None, memory: int | None) -> Iterator[FileRow]:
+    """Yield the values of lines."""
+    for number, line in enumerate(_lines(path), 1):
         if line.strip():
-            yield f"line {number}", parse_json(path, line, number)
+            yield f"line {number}", _parsed(path, line.removesuffix("\n"), number)
 
 
-def _read_parquet(path: Path, field: str | None, memory: int | None) -> list[FileRow] | LargeRows:
-    """Return the rows of a Parquet file, with the columns that hold the documents."""
+def _parsed(path: Path, text: str, line: int | None = None) -> Any:
+    """Parse a JSON file, or one line of a JSONL file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadText(f"{path}, line {line or error.lineno}, is not JSON: {error.msg} (column {error.colno}).") from error
+    except (RecursionError, ValueError):
+        raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
+
+
+def _read_parquet(path: Path, field: str | None, memory: int | None) -> Iterator[FileRow]:
+    """Yield the rows of a Parquet file, with the columns that hold the documents."""
     import pyarrow  # comes with `datasets`
     from pyarrow import parquet
 
     try:
-        names = document_fields(str(path), parquet.ParquetFile(path).schema_arrow.names, field)
-        table = parquet.read_table(path, columns=names, memory_map=True)
-        if memory is not None and table.nbytes > memory:
-            raise BadText(
-                f"{path} holds {table.nbytes // MIB:,} MiB in {', '.join(names)}. Raise `max_memory`, or name a part."
-            )
-        if table.nbytes > SHORT:
-            table.validate(full=True)
-            return TableRows(table)
-        rows = table.to_pylist()
+        with parquet.ParquetFile(path) as file:
+            names = document_fields(str(path), file.schema_arrow.names, field)
+            rows = (row for batch in file.iter_batches(ROWS_A_BATCH, columns=names) for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise BadText(f"{path} is not a Parquet file that can be read: {error}") from error
-    return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _read_csv(path: Path, field: str | None, memory: int | None) -> list[FileRow]:
-    """Return rows of a CSV file, whose first line names the columns; without `field` the only one will do."""
-    reader = csv.reader(io.StringIO(_decode(path, _bytes(path, memory))), strict=True)
-    rows: list[FileRow] = []
+def _read_csv(path: Path, field: str | None, memory: int | None) -> Iterator[FileRow]:
+    """Yield rows of a CSV file, whose first line names the columns; without `field` the only one will do."""
+    reader = csv.reader(_lines(path), strict=True)
     try:
         with _unlimited_cells():
             names = next(reader, [])
@@ -192,10 +186,9 @@ def _read_csv(path: Path, field: str | None, memory: int | None) -> list[FileRow
                     raise BadText(f"{path}, line {reader.line_num}, has {len(cells)} cells, but line 1 names {len(names)}.")
                 if cells:
                     row: Any = cells[0] if only else {name: cells[place] for name, place in zip(chosen, places, strict=True)}
-                    rows.append((f"line {reader.line_num}", row))
+                    yield f"line {reader.line_num}", row
     except csv.Error as error:
         raise BadText(f"{path}, line {reader.line_num}, is not CSV: {error}.") from error
-    return rows
 
 
 @contextmanager
@@ -208,7 +201,7 @@ def _unlimited_cells() -> Iterator[None]:
         csv.field_size_limit(limit)
 
 
-READERS: Mapping[str, Callable[[Path, str | None, int | None], Iterable[FileRow] | LargeRows]] = {
+READERS: Mapping[str, Callable[[Path, str | None, int | None], Iterator[FileRow]]] = {
     ".txt": _read_txt,
     ".json": _read_json,
     ".jsonl": _read_jsonl,
@@ -216,5 +209,5 @@ READERS: Mapping[str, Callable[[Path, str | None, int | None], Iterable[FileRow]
     ".parquet": _read_parquet,
     ".raw": _read_raw,
 }
-"""By suffix, the function that reads the rows of a file. Its further arguments are the field that holds the documents, and the
+"""By suffix, the function that yields the rows of a file. Its further arguments are the field that holds the documents, and the
 most bytes of a file that must be read whole."""

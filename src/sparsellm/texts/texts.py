@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from sparsellm.errors import BadText, Unreachable, nearest
 from sparsellm.texts import demo
-from sparsellm.texts.data_sets import is_saved, open_saved, read_data_set
+from sparsellm.texts.data_sets import DataSetDocuments, is_saved, open_saved
+from sparsellm.texts.json_files import IS_POINTER, LFS_POINTER
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES, local_path
 from sparsellm.texts.rows import Conversation
 from sparsellm.texts.text_files import READERS, read_documents, suffix_of
@@ -32,8 +33,8 @@ class Text:
     """Documents and how they are joined to one stream.
 
     Attributes:
-        documents: The documents, of which at least one is not blank. A hub data set and a large file stay on disk and are
-            read one by one; None stands for an empty row of them. There are none if there are conversations.
+        documents: The documents, of which at least one is not blank. Those of a data set and of a long file stay on disk and
+            are read one by one; None stands for an empty row of a data set. There are none if there are conversations.
         source: Name of the text, for reports.
         rows: Whether the documents are lines or pieces of one text, so that calibration sequences come from the stream.
         test_windows: Number of test sequences in the papers' protocol; None for all.
@@ -123,14 +124,15 @@ def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, me
     - .csv and .parquet: the column `field`.
 
     All but .parquet may be compressed: .txt.gz. `sparsellm.texts.rows` has the forms of conversations. Empty rows are left out.
-    Of a .txt, .jsonl or .parquet file of more than `sparsellm.texts.large_files.SHORT` bytes, only what is used later is read.
+    More than `sparsellm.texts.data_sets.SHORT` characters are copied to a temporary file, of which only what is used is in
+    memory; a .txt file is then one text in pieces.
 
     Args:
         name_or_path: A name of `NAMES` or a path.
         split: Split of a named text, or of a folder with several; a local file is used for both splits.
         field: Field or column of a local file that holds the documents; None for the first of `sparsellm.texts.rows.FORMS`, or
             the only column of a .csv file.
-        memory: Most bytes of a file that must be read whole; None for no limit.
+        memory: Most bytes of a .json or .raw file, which is read whole; None for no limit.
 
     Raises:
         BadText: If the file is missing, empty, malformed or of an unknown type, or all documents are blank.
@@ -141,14 +143,29 @@ def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, me
     elif name_or_path in HUB_TEXTS:
         text = _read_from_hub(name_or_path, split)
     elif is_saved(path := local_path(name_or_path)):
-        documents, conversations = read_data_set(open_saved(path, split), field, str(path))
-        text = Text(documents, JOINT, path.name, conversations=conversations)
+        text = data_set_text(open_saved(path, split), field, str(path), path.name)
     else:
         text = _read_from_file(name_or_path, field, memory)
     if not text.conversations and not any(document and document.strip() for document in text.documents):
         count = len(text.documents) + text.empty
         raise BadText(f"{text.source} holds no text: all of its {count:,} documents are blank.")
     return text
+
+
+def data_set_text(data: Any, field: str | None, place: str, source: str) -> Text:
+    """Return the text of a `datasets.Dataset`, whose rows stay where they are.
+
+    Args:
+        field: Column that holds the documents; None for the first of `sparsellm.texts.rows.FORMS`.
+        place: Its path or the argument that it is, for errors.
+        source: Its name, for reports.
+
+    Raises:
+        BadText: There is no such column, it holds something else, or all rows are empty.
+    """
+    documents = DataSetDocuments(data, field, place)
+    chats = documents.conversations
+    return Text(() if chats else documents, JOINT, source, conversations=documents if chats else ())
 
 
 def is_name(string: str) -> bool:
@@ -253,7 +270,9 @@ def _checked(name: str) -> Path:
             raise BadText(f"{path} has the suffix {suffix!r}; a text must be {TEXT_FILES}.")
         if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
             raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
-        with path.open("rb"):
+        with path.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise BadText(f"{path} {IS_POINTER}.")
             return path
     except OSError as error:
         reason = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import BadText, InvalidSetting, first_line, plural
-from sparsellm.texts.large_files import SHORT, Sizes
-from sparsellm.texts.rows import Conversation
+from sparsellm.texts.data_sets import SHORT, Sizes
+from sparsellm.texts.rows import Conversation, document_size
 from sparsellm.texts.texts import Text
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ PAPERS_FAMILIES = ("opt", "llama")
 CHARACTERS, FURTHER_TOKENS = 8, 64
 """Characters that are tokenized at first for each wanted token, twice what English takes; and further tokens, as the last
 ones of a piece may differ from the whole text's."""
-
-KEPT, MOST_KEPT = 2**24, 64
-"""Characters, and number, of the documents that are kept, but for the last one, which may have more."""
 
 WORD = 64
 """Characters in which a piece looks for the start of a word."""
@@ -72,7 +69,6 @@ class TokenizedText:
         self.whole = documents == "whole" or (documents == "auto" and bool(text.conversations))
         self._empty: set[int] = set()
         self._refused: dict[int, str] = {}
-        self._kept: dict[int, str | None] = {}
         if self.whole and text.rows:
             raise BadText(
                 f"{text.source} is one text, of which `documents='whole'` would take parts. Leave it out, or take a file with "
@@ -97,21 +93,7 @@ class TokenizedText:
         return len(self.text.conversations or self.text.documents)
 
     def document(self, number: int) -> str | None:
-        """A document; a conversation as the chat template writes it. None for an empty row, and for one that is refused.
-
-        The last ones of a long text are kept, since several sequences may come from one long line.
-        """
-        if not self.is_long:
-            return self._read(number)
-        found = self._kept.pop(number) if number in self._kept else self._read(number)
-        self._kept[number] = found
-        sizes = [len(x or "") for x in self._kept.values()]
-        if len(sizes) > 1 and (len(sizes) > MOST_KEPT or sum(sizes) > KEPT):
-            del self._kept[next(iter(self._kept))]
-        return found
-
-    def _read(self, number: int) -> str | None:
-        """Read a document, as `document` returns it."""
+        """A document; a conversation as the chat template writes it. None for an empty row, and for one that is refused."""
         document = (self.text.conversations or self.text.documents)[number]
         if document is None or (isinstance(document, str) and not document.strip() and not self.text.rows):
             self._empty.add(number)
@@ -129,9 +111,7 @@ class TokenizedText:
         """(documents,) About the characters of each document."""
         documents = self.text.conversations or self.text.documents
         sizes: Sizes | None = getattr(documents, "sizes", None)
-        if sizes is not None:
-            return sizes
-        return np.array([0 if x is None else len(x) if isinstance(x, str) else len(str(x.messages)) for x in documents])
+        return np.array([document_size(x) for x in documents]) if sizes is None else sizes
 
     @cached_property
     def _ends(self) -> Sizes:
