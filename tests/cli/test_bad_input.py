@@ -159,7 +159,7 @@ def test_usage_errors_exit_2(tiny: dict[str, Path], text_file: Path, command: Co
         ("model: x\nsparsty: 50%\n", ("sparsty", "'sparsity'")),
         ("model: x\nmethod: wonda\ncalibration: c4\n", ("wonda", "'wanda'")),
         ("- a\n- list\n", ("field: value",)),
-        ("model: [x\n", ("is not YAML (line 2, column 1: expected ',' or ']', but got '<stream end>')",)),
+        ("model: [x\n", ("is not YAML", "line 2")),
         ("samples: many\nmodel: x\ncalibration: c4\n", ("--samples", "many")),
         ("samples: yes\nmodel: x\ncalibration: c4\n", ("--samples", "valid integer", "'yes'")),
         ("samples: true\nmodel: x\ncalibration: c4\n", ("--samples got true",)),

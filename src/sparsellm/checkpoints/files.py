@@ -13,7 +13,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_l
 from sparsellm.texts import demo
 from sparsellm.texts.json_files import IS_POINTER, LFS_POINTER, is_path, read_json
 from sparsellm.texts.paths import local_path
-from sparsellm.texts.yaml_files import read_strings
+from sparsellm.texts.yaml_files import read_value
 
 DEMO = "demo:"
 """Prefix of the names of bundled models."""
@@ -61,7 +61,7 @@ def card_terms(folder: Path) -> dict[str, Any]:
     try:
         text = (folder / "README.md").read_text(encoding="utf-8-sig")
         head = re.match(r"\s*---[ \t]*\n(.*?)\n---", text, re.DOTALL)
-        fields = read_strings(head[1]) if head else {}  # as text: YAML parses the language "no" as false
+        fields = read_value(head[1]) if head else {}
     except (OSError, ValueError):
         return {}
     terms = {name: fields.get(name) for name in TERMS} if isinstance(fields, dict) else {}

@@ -16,7 +16,7 @@ from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.recipe_fields import RULES, fields_with
 from sparsellm.texts.data_sets import is_saved
-from sparsellm.texts.json_files import Unreadable, read_bytes
+from sparsellm.texts.json_files import Unreadable, read_utf8
 from sparsellm.texts.paths import is_task_file, local_path
 from sparsellm.texts.texts import NAMES, check_text
 
@@ -69,7 +69,7 @@ def check_inputs(recipe: RunRecipe, given: Collection[str] | None = None) -> Non
         check_text(str(text))
     if (file := recipe.allocation_rule) not in RULES:
         try:
-            read_bytes(local_path(file))
+            read_utf8(local_path(file))
         except Unreadable as error:
             raise InvalidSetting(f"The allocation {file} cannot be read: {error}.") from None
     if recipe.task_data is not None and not local_path(recipe.task_data).is_dir():

@@ -1,4 +1,4 @@
-"""Calibration and test texts, token sequences, strict JSON and YAML readers, and the bundled demo models.
+"""Calibration and test texts, token sequences, JSON and YAML readers, and the bundled demo models.
 
 Imports `errors` and `runtime`.
 """

@@ -1,4 +1,4 @@
-"""Strict JSON parsing of untrusted files: the result is a checked value, or an error with one message. Durable writing."""
+"""JSON files of others: a value, or an error with one message. Durable writing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import re
-import stat
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,15 +16,12 @@ from typing import Any, TypeVar
 
 from pydantic_core import ValidationError
 
-from sparsellm.errors import InvalidSetting, SparseLLMError, printable, written_to
+from sparsellm.errors import InvalidSetting, SparseLLMError, first_line, printable, written_to
 
 Value = TypeVar("Value")
 
 FORMAT = 1
 """The number that stands as `format` in reports and other records of runs."""
-
-MAX_JSON_BYTES = 256 * 2**20
-"""Largest file that is read. A safetensors header has up to 100 MB; indices and reports are smaller."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of the file that stands for another where a repository was cloned without Git LFS."""
@@ -39,10 +35,7 @@ MAX_DEPTH = 64
 """Maximum nesting of lists and objects, so that values can be traversed by recursion."""
 
 MAX_INTEGER = 2**64
-"""Exclusive limit on the absolute value of integers; torch and numpy have no larger ones."""
-
-TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
-"""Reason for refusing a file."""
+"""Exclusive limit on the absolute value of integers; torch and numpy have no larger ones, and floats overflow."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -55,25 +48,20 @@ def read_json(path: Path, refusal: type[SparseLLMError] = InvalidSetting) -> Any
     """Read a JSON file.
 
     Args:
-        path: A regular file of at most `MAX_JSON_BYTES`, in UTF-8.
         refusal: Exception class to raise.
 
     Raises:
-        refusal: If the file is missing, not a regular file or not JSON, has duplicate keys, is nested more than `MAX_DEPTH`
-            levels deep, or contains integers beyond `MAX_INTEGER` or lone surrogates; the message names the file.
+        refusal: If the file cannot be read, is not JSON, has an object with equal keys, is nested more than `MAX_DEPTH` levels
+            deep, or contains lone surrogates or integers beyond `MAX_INTEGER`; the message names the file.
     """
     try:
-        value = json.loads(decode_utf8(read_bytes(path)), object_pairs_hook=build_mapping, parse_int=parse_integer)
+        value = json.loads(read_utf8(path), object_pairs_hook=build_mapping, parse_int=parse_integer)
         check_value(value)
     except json.JSONDecodeError as error:
-        reason = f"it is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-    except RecursionError:
-        reason = TOO_DEEP
-    except Unreadable as error:
-        reason = str(error)
-    else:
-        return value
-    raise refusal(f"{path} cannot be read: {reason}.")
+        raise refusal(f"{path} cannot be read: it is not JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise refusal(f"{path} cannot be read: {first_line(error)}.") from None
+    return value
 
 
 def read_record(
@@ -104,47 +92,28 @@ def read_record(
     raise refusal(f"{path} is damaged: it is not a {what} ({reason}).")
 
 
-def read_bytes(path: Path, limit: int | None = MAX_JSON_BYTES) -> bytes:
-    """Read a regular file.
-
-    Args:
-        limit: Maximum size in bytes; None for no limit.
+def read_utf8(path: Path) -> str:
+    """Read a file without a byte-order mark.
 
     Raises:
-        Unreadable: If the file is missing, larger, or not a regular file. Never blocks on a pipe.
+        Unreadable: If the file is missing, not UTF-8, or not a regular file. Never blocks on a pipe.
     """
     try:
-        # O_NONBLOCK: opening a pipe without a writer would block.
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Unreadable("it is not a regular file")
-            if limit is not None and status.st_size > limit:
-                raise Unreadable(f"it has {status.st_size:,} bytes, more than {limit:,}")
-            most = -1 if limit is None else min(limit, status.st_size + 1)  # Python takes as much memory before it reads
-            content: bytes = stream.read(most)
-            if content.startswith(LFS_POINTER):
-                raise Unreadable(f"it {IS_POINTER}")
-            return content
-    except OSError as error:
-        raise Unreadable(error.strerror or "the system refuses") from None
-    except ValueError as error:  # a name with a NUL byte
-        raise Unreadable(str(error)) from None
-
-
-def decode_utf8(content: bytes) -> str:
-    """Decode UTF-8 without a byte-order mark; raise Unreadable with the position of the first invalid byte."""
-    try:
-        return content.removeprefix(BOM).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Unreadable(f"byte {error.start:,} is not UTF-8") from None
+        if path.exists() and not path.is_file():
+            raise Unreadable("it is not a regular file")
+        content = path.read_bytes()
+        if content.startswith(LFS_POINTER):
+            raise Unreadable(f"it {IS_POINTER}")
+        return content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise Unreadable(getattr(error, "strerror", None) or first_line(error)) from None
 
 
 def parse_integer(digits: str) -> int:
     """Parse an integer; raise Unreadable if its absolute value is `MAX_INTEGER` or more."""
-    if len(digits) > 21 or abs(int(digits)) >= MAX_INTEGER:
-        raise Unreadable(f"the integer {digits[:20]}{'…' if len(digits) > 20 else ''} has {len(digits):,} digits")
-    return int(digits)
+    if abs(number := int(digits)) >= MAX_INTEGER:
+        raise Unreadable(f"the integer {digits[:20]}… is too large")
+    return number
 
 
 def is_text(string: str) -> bool:
@@ -172,7 +141,7 @@ def check_value(value: Any, limit: int | None = None) -> None:
             raise Unreadable(f"{item[:80]!r} is not UTF-8 text")
         if isinstance(item, (dict, list, tuple)):
             if depth > MAX_DEPTH:
-                raise Unreadable(TOO_DEEP)
+                raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
             children = [*item.keys(), *item.values()] if isinstance(item, dict) else item
             stack += [(child, depth + 1) for child in children]
 
