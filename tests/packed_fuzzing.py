@@ -259,56 +259,34 @@ def misaligned(tensor: Tensor) -> Tensor:
 
 
 def call_kernels(weights: list[Bitmask], random: Random) -> None:
-    """Call a function of the kernels, with or without a wrong argument."""
+    """Multiply by a sound matrix, or decode it, with tokens and a bias that may be wrong."""
     weight = random.choice(weights)
     rows, columns = weight.shape
+    dense = weight.to_dense()
     tokens = random.choice((0, 1, 2, 3, 8, 9, 16, 17, 40))
     x = torch.randn(tokens, columns).to(random.choice(DTYPES))
     bias = torch.randn(rows).to(x.dtype) if random.random() < 0.7 else None
-    quantized = weight.format is not None
-    named: dict[str, Any] = {"mask": weight.mask, "values": weight.values, "row_starts": weight.row_starts, "x": x}
-    named |= {"bias": bias, "out": None, "scales": getattr(weight, "scales", None), "columns": columns}
-    named["group_size"] = weight.format.group_size if weight.format else 0
-    dense = weight.to_dense()
-    if random.random() < 0.5:
-        named["out"] = torch.empty_like(dense)
-    wrong = random.choice((*named, None, None))
-    given = named[wrong] if wrong else None
-    if isinstance(given, int):
-        named[wrong] = random.choice((-1, 0, 1, 63, 64, 128, given + 1, given * 2, 2**40, 2**62, 2**63, 2**64))
-    elif wrong in ("x", "bias", "out") and given is not None:
-        kinds: list[Callable[[Tensor], Tensor]] = [
-            lambda t: t.to(random.choice(OTHERS)), lambda t: t[..., :-1], lambda t: torch.cat([t, t], -1), lambda t: t[:1],
-            lambda t: t[None], lambda t: torch.stack([t, t], -1)[..., 0], misaligned, lambda t: t.flatten(), lambda t: t.T,
-            lambda t: t.to("meta"), lambda t: t.expand(3, *t.shape), lambda t: t[:0], lambda t: t.to_sparse(),
-        ]  # fmt: skip
-        named[wrong] = random.choice(kinds)(given)
-    elif given is not None:
-        changed = changed_tensor(given, random)
-        # Numbers in the parts are not checked at each call; the values of 4 bits are as good as some of 8 bits.
-        other = changed.dtype != given.dtype and {changed.dtype, given.dtype} != {torch.int8, torch.uint8}
-        if changed.shape != given.shape or other or not changed.is_contiguous() or wrong == "scales":
-            named[wrong] = changed
-        elif random.random() < 0.5:
-            named[wrong] = misaligned(given)
-    parts = named["mask"], named["values"], named["row_starts"]
-    x, bias = named["x"], named["bias"]
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        lambda t: t.to(random.choice(OTHERS)), lambda t: t[..., :-1], lambda t: torch.cat([t, t], -1), lambda t: t[:1],
+        lambda t: t[None], lambda t: torch.stack([t, t], -1)[..., 0], misaligned, lambda t: t.flatten(), lambda t: t.T,
+        lambda t: t.to("meta"), lambda t: t.expand(3, *t.shape), lambda t: t[:0], lambda t: t.to_sparse(),
+    ]  # fmt: skip
+    wrong = random.choice(("x", "bias", None, None))
+    if wrong == "x":
+        x = random.choice(kinds)(x)
+    elif wrong == "bias" and bias is not None:
+        bias = random.choice(kinds)(bias)
     if random.random() < 0.6:
-        options = {name: named[name] for name in ("columns", "scales", "group_size", "bias")}
+        group_size = weight.format.group_size if weight.format else 0
+        parts = weight.mask, weight.values, weight.row_starts
         function = random.choice((kernels.packed_linear, torch.ops.sparsellm.packed_linear))
-        result = function(x, *parts, **options)
-        if wrong in (None, "x", "bias"):
-            compare(result, x, dense, bias, quantized)
+        result = function(x, *parts, columns=columns, scales=weight.scales, group_size=group_size, bias=bias)
+        compare(result, x, dense, bias, weight.format is not None)
         return
-    shape = len(named["mask"]), named["columns"]
-    form = None if weight.format is None else IntegerFormat(weight.format.bits, named["group_size"])
-    made = Bitmask(shape, *parts, named["scales"], form)
-    start, stop = sorted(random.choices(range(-1, rows + 2), k=2))
-    rows_of = random.random() < 0.5 and named["out"] is None
-    result = kernels.decode_rows(made, start, stop, out=None) if rows_of else kernels.decode_rows(made, out=named["out"])
-    if wrong in (None, "x", "bias", "out") and not same(result, dense[start:stop] if rows_of else dense):
+    start, stop = sorted(random.choices(range(rows + 1), k=2))
+    if not same(kernels.decode_rows(weight, start, stop), dense[start:stop]):
         raise Wrong("decoded")
-    if random.random() < 0.2 and not quantized and dense.dtype is torch.bfloat16:
+    if random.random() < 0.2 and weight.format is None and dense.dtype is torch.bfloat16:
         kernels.dense_matmul(x, random.choice((dense, changed_tensor(dense, random), misaligned(dense))))
 
 
@@ -381,7 +359,7 @@ def show(base: Base, number: int, run: Run, weights: list[Bitmask]) -> None:
     base.file.write_bytes(content)
     os.utime(base.file, ns=(number, number))
     if kernels.instruction_set():
-        kernels.set_instruction_set(random.choice(kernels.instruction_sets()))
+        kernels.load_kernels().use(random.choice(kernels.instruction_sets()))
 
     def step(name: str, allowed: tuple[type[Exception], ...], work: Callable[[], object]) -> None:
         if random.randrange(EVERY[name]) == 0:

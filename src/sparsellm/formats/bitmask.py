@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, dtype_name
+from sparsellm.formats.parts import DTYPES
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.quantization import Quantized, dequantized
 
@@ -56,9 +57,6 @@ class Bitmask:
         Args:
             weight: The (out, in) weight, whose integers are 0 where it is removed.
             keep: (out, in) bool, True where a weight is kept; by default, all are.
-
-        Raises:
-            InvalidSetting: The format or the shape of the scales are impossible.
         """
         integers = weight.integers
         keep = torch.ones_like(integers, dtype=torch.bool) if keep is None else keep
@@ -76,15 +74,10 @@ class Bitmask:
     ) -> Bitmask:
         """Build a matrix from its mask, as in `mask`, and its kept values, row by row: floating-point ones or int8 integers."""
         shape, row_starts = (mask.shape[0], columns), starts_of_rows(mask, format)
-        if format is not None and scales is not None:
-            groups = format.checked().groups(columns)
-            if scales.shape != (shape[0], groups):
-                got = f"{groups} scales a row, got {tuple(scales.shape)}"
-                raise InvalidSetting(f"A matrix of {shape} in groups of {format.group_size} has {got}.")
-            if format.bits < 8:
-                halves = torch.zeros(2 * int(row_starts[-1]), dtype=torch.uint8, device=mask.device)
-                halves.masked_scatter_(_occupied(mask), values.view(torch.uint8) & 15)
-                values = halves[::2] | halves[1::2] << 4
+        if format is not None and format.bits < 8:
+            halves = torch.zeros(2 * int(row_starts[-1]), dtype=torch.uint8, device=mask.device)
+            halves.masked_scatter_(_occupied(mask), values.view(torch.uint8) & 15)
+            values = halves[::2] | halves[1::2] << 4
         return cls(shape, mask, torch.cat([values, values.new_zeros(VALUES_PADDING)]), row_starts, scales, format)
 
     @property
@@ -97,6 +90,37 @@ class Bitmask:
         """Bytes of all parts."""
         parts = (self.mask, self.values, self.row_starts, self.scales)
         return sum(part.nbytes for part in parts if part is not None)
+
+    def check(self) -> None:
+        """Check that kernels can read the parts, and that these agree. Reads the mask once.
+
+        Raises:
+            InvalidSetting: A part has another dtype, shape or device than kernels read, or they would read values that are
+                another row's, or behind the last one.
+        """
+        rows, columns = self.shape
+        kinds: tuple[torch.dtype, ...] = DTYPES if self.format is None else (integer_dtype(self.format),)
+        needed: dict[str, tuple[Tensor, tuple[torch.dtype, ...], tuple[int, ...]]] = {
+            "mask": (self.mask, (torch.uint8,), (rows, -(-columns // MASK_WORD) * MASK_WORD // 8)),
+            "row_starts": (self.row_starts, (torch.int64,), (rows + 1,)),
+            "values": (self.values, kinds, (self.values.numel(),)),
+        }
+        if self.scales is not None and self.format is not None:
+            needed["scales"] = self.scales, (torch.bfloat16,), (rows, self.format.groups(columns))
+        for name, (part, dtypes, shape) in needed.items():
+            fits = part.shape == shape and part.dtype in dtypes and part.device == self.mask.device
+            if not (fits and part.is_contiguous() and is_aligned(part)):
+                dtype = " or ".join(map(dtype_name, dtypes))
+                raise InvalidSetting(
+                    f"`{name}` of a packed matrix is {dtype_name(part.dtype)} of shape {tuple(part.shape)} on {part.device}; "
+                    f"contiguous and aligned {dtype} of shape {shape} on {self.mask.device} is needed."
+                )
+        starts = starts_of_rows(self.mask, self.format)
+        behind = self.mask[:, -(-columns // 8) :].any() or (columns % 8 and (self.mask[:, columns // 8] >> columns % 8).any())
+        if behind or not torch.equal(self.row_starts, starts) or len(self.values) != starts[-1] + VALUES_PADDING:
+            raise InvalidSetting(
+                "`mask`, `row_starts` and `values` of a packed matrix contradict each other. Load the weight again."
+            )
 
     def kept_values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the kept values of rows `start` to `stop`, row by row, (kept,): floating-point ones, or int8 integers."""
@@ -130,6 +154,11 @@ class Bitmask:
         dense = values.new_zeros(keep.shape)
         dense[keep] = values
         return dense.view(self.values.dtype)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of the size of its numbers, as processors and compilers may rely on."""
+    return tensor.data_ptr() % tensor.itemsize == 0
 
 
 def bits_of(weight: Tensor) -> Tensor:

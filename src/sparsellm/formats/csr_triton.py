@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm.errors import InvalidSetting
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
-from sparsellm.formats.running_form import check_numbers
 from sparsellm.runtime import devices
 
 try:  # installed with torch's CUDA wheels only
@@ -127,8 +125,7 @@ class CompressedRows:
 
     @classmethod
     def from_bitmask(cls, weight: Bitmask) -> CompressedRows:
-        """Encode a matrix on the device of its parts. Raises InvalidSetting if they do not agree."""
-        check_numbers(weight)
+        """Encode a matrix on the device of its parts."""
         columns, starts = weight.shape[1], weight.row_starts
         groups = ((starts[1:] + GROUP - 1) // GROUP - starts[:-1] // GROUP).where(starts[1:] > starts[:-1], 0)
         group_starts = (groups.cumsum(0) - groups).to(torch.int32)
@@ -196,13 +193,8 @@ def csr_matmul(x: Tensor, weight: CompressedRows) -> Tensor:
 
     Returns:
         (tokens, out), in the dtype of `x`.
-
-    Raises:
-        InvalidSetting: x has another number of columns than the weight.
     """
     tokens, (outputs, columns) = len(x), weight.shape
-    if x.shape != (tokens, columns):
-        raise InvalidSetting(f"x has the shape {tuple(x.shape)}, and the packed matrix {columns} columns.")
     if tokens > MAX_CSR_TOKENS:
         return linear(x, weight.to_dense())
     padded = x.new_zeros(columns, triton.next_power_of_2(tokens))

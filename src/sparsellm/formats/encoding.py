@@ -83,6 +83,8 @@ def decode_parts(
 ) -> Bitmask:
     """Decode what `encode` returned. Every length is checked before anything is indexed.
 
+    Memory is in proportion to the shape, which the header of a file was compared with (`can_hold`).
+
     Args:
         parts: The parts by name.
         shape: (out, in).
@@ -95,7 +97,7 @@ def decode_parts(
     Raises:
         BadCheckpoint: A part has the wrong dtype, shape or length, contradicts another one, or holds impossible numbers.
     """
-    stored = stored_bytes(parts, shape, dtype)
+    stored = stored_bytes(parts)
     masked = format is None or bool(stored.keys() & {"weight_mask", "weight_mask_deflated", "weight_groups"})
     ones = np.ones(0 if masked else shape[0] * shape[1], dtype=np.bool_)
     mask = decode_mask(stored, shape[0] * shape[1]) if masked else np.packbits(ones, bitorder="little")

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, dtype_name, plural
-from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.bitmask import Bitmask, is_aligned
 from sparsellm.formats.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_kernels, warn_missing
 from sparsellm.formats.parts import DTYPES
-from sparsellm.formats.running_form import check_layout, check_tensor, is_aligned
 from sparsellm.runtime.autotuning import Computation, speedup
 from sparsellm.solvers.integers import IntegerFormat
 
@@ -35,7 +34,7 @@ TILE = 2**20
 
 
 def packed_matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
-    """Multiply tokens by a matrix: x Wᵀ + bias, with sums in float32.
+    """Multiply tokens by a matrix that passed `Bitmask.check`: x Wᵀ + bias, with sums in float32.
 
     The bits of a product by the kernels do not depend on the number of threads; whether they multiply, and by which instruction
     set, may (`is_faster`, `fastest_kernels`). With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
@@ -48,13 +47,13 @@ def packed_matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Ten
     Args:
         x: (tokens, in) float32, bfloat16 or float16.
         weight: The (out, in) matrix.
-        bias: (out,) of x's dtype.
+        bias: (out,).
 
     Returns:
         (tokens, out) of x's dtype.
 
     Raises:
-        InvalidSetting: Shapes do not match, or a gradient is asked for.
+        InvalidSetting: x or the bias do not fit the matrix.
     """
     group_size = weight.format.group_size if weight.format else 0
     parts = weight.mask, weight.values, weight.row_starts
@@ -72,7 +71,9 @@ def packed_linear(
     group_size: int = 0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Multiply tokens by a matrix that is given by its parts. The numbers in them are not checked, as `check_numbers` does.
+    """Multiply tokens, (..., in), as `packed_matmul` does, by a matrix that is given by its parts.
+
+    Within `torch.compile` this is the operator `sparsellm::packed_linear`; outside, the call saves torch's dispatch.
 
     Args:
         x: (..., in) float32, bfloat16 or float16.
@@ -82,33 +83,13 @@ def packed_linear(
         columns: in.
         scales: (out, groups) bfloat16 scales; None if the values are no integers.
         group_size: Columns that share a scale; 0 for whole rows.
-        bias: (out,) of x's dtype.
+        bias: (out,).
 
     Returns:
         (..., out) of x's dtype.
 
     Raises:
-        InvalidSetting: A shape, dtype or device does not match, or a gradient is asked for.
-    """
-    if not torch.compiler.is_compiling():
-        check_layout(_matrix((len(mask), columns), (mask, values, row_starts), scales, group_size))
-    return multiply(x, mask, values, row_starts, columns=columns, scales=scales, group_size=group_size, bias=bias)
-
-
-def multiply(
-    x: Tensor,
-    mask: Tensor,
-    values: Tensor,
-    row_starts: Tensor,
-    *,
-    columns: int,
-    scales: Tensor | None = None,
-    group_size: int = 0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Multiply as `packed_linear` does, by parts that passed `check_numbers`, which is not repeated.
-
-    Within `torch.compile` this is the operator `sparsellm::packed_linear`; outside, the call saves torch's dispatch.
+        InvalidSetting: x or the bias do not fit the matrix.
     """
     if torch.compiler.is_compiling():
         operator = torch.ops.sparsellm.packed_linear
@@ -122,8 +103,6 @@ def multiply(
         raise InvalidSetting(f"x is on {x.device}, and the packed matrix on {mask.device}. Move one to the other.")
     if x.dtype not in DTYPES:
         raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InvalidSetting("Packed matrices have no gradients: use torch.no_grad(), or train the unpacked model.")
     if scales is not None and scales.dtype is not torch.bfloat16:  # cast in place since it was checked
         raise InvalidSetting(
             f"The scales of a packed matrix are {scales.dtype}; torch.bfloat16 is needed. Load the weight again."
@@ -161,22 +140,6 @@ def instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor and the library have, the preferred one last."""
     library = load_kernels()
     return [] if library is None else list(library.names)
-
-
-def set_instruction_set(name: str | None) -> None:
-    """Use another instruction set than the fastest one, for comparisons and tests.
-
-    Args:
-        name: One of `instruction_sets()`; None for the fastest one.
-
-    Raises:
-        InvalidSetting: This processor or the library does not have it.
-    """
-    library = load_kernels()
-    names = instruction_sets()
-    if library is None or name not in (None, *names):
-        raise InvalidSetting(f"instruction set got {name!r}; this machine has {', '.join(names) or 'no compiled kernels'}.")
-    library.use(name or _fastest_set(library))
 
 
 def _fastest_set(library: Library) -> str:
@@ -289,21 +252,17 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         x: (tokens, in) float32, bfloat16 or float16, at most `MAX_TOKENS` tokens; more are multiplied by torch.
-        weight: (out, in) bfloat16, contiguous.
+        weight: (out, in) bfloat16. One that the kernel cannot read, such as a transposed one, is multiplied by torch.
 
     Returns:
         (tokens, out) of x's dtype.
-
-    Raises:
-        InvalidSetting: A shape, dtype or device does not match.
     """
     library = fastest_kernels()
     rows, columns = weight.shape
-    if x.dtype not in DTYPES:
-        raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
-    if library is None or len(x) > MAX_TOKENS or not (x.is_cpu and is_aligned(weight)):
-        return (x @ weight.to(x.dtype).T).to(x.dtype)
-    check_tensor("The dense weight", weight, (torch.bfloat16,), (rows, x.shape[-1]), device=x.device)
+    fits = x.dtype in DTYPES and x.is_cpu and len(x) <= MAX_TOKENS and x.shape[-1] == columns
+    is_readable = weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous() and is_aligned(weight)
+    if library is None or not (fits and is_readable):
+        return x @ weight.to(x.dtype).T
     return _call_dense(library, x, weight, threads_for(rows * columns * len(x)))
 
 
@@ -315,7 +274,7 @@ def decode_rows(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode rows of a matrix, as its `to_dense` does.
+    """Decode rows of a matrix that passed `Bitmask.check`, as its `to_dense` does.
 
     Args:
         weight: The (out, in) matrix.
@@ -326,21 +285,11 @@ def decode_rows(
 
     Returns:
         (stop - start, in).
-
-    Raises:
-        InvalidSetting: The rows, the dtype or `out` do not fit the matrix.
     """
-    check_layout(weight)
     library = fastest_kernels() if weight.values.is_cpu else None
     stop = weight.shape[0] if stop is None else stop
-    if not 0 <= start <= stop <= weight.shape[0]:
-        raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
     scales, group_size = weight.scales, weight.format.group_size if weight.format else 0
     dtype = weight.values.dtype if scales is None else dtype or torch.float32
-    if dtype not in DTYPES:
-        raise InvalidSetting(f"`dtype` got {dtype}; float32, bfloat16 or float16 is needed.")
-    if out is not None:
-        check_tensor("`out`", out, (dtype,), (stop - start, weight.shape[1]), device=weight.mask.device)
     dense = weight.mask.new_empty((stop - start, weight.shape[1]), dtype=dtype) if out is None else out
     if library is None:
         return _decode_tiles(weight, start, dense)
@@ -402,10 +351,8 @@ def _call(
     """Multiply at most `MAX_TOKENS` tokens by a matrix of a shape: its mask, values, their type and its rows' positions."""
     dtype = x.dtype
     if dtype is torch.float16:
-        x, bias = x.float(), None if bias is None else bias.float()
-    if bias is not None and bias.dtype is not x.dtype:
-        raise InvalidSetting(f"The bias is {bias.dtype}, and x {dtype}.")
-    x, bias = _readable(x), None if bias is None else _readable(bias)
+        x = x.float()
+    x, bias = _readable(x), None if bias is None else _readable(bias.to(x.dtype))
     rows, columns = shape
     out = x.new_empty((*x.shape[:-1], rows))
     tokens = x.shape[:-1].numel()

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.packed_files import PackedEntry
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.formats import csr_triton
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype
 from sparsellm.formats.encoding import decode_parts, encode
-from sparsellm.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, is_faster_dense, multiply
-from sparsellm.formats.parts import PARTS
-from sparsellm.formats.running_form import check_numbers
+from sparsellm.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, is_faster_dense, packed_linear
+from sparsellm.formats.parts import DTYPES, PARTS
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 
 RUNNING = ("mask", "values", "row_starts", "scales")
@@ -129,8 +128,8 @@ class PackedLinear(nn.Module):
 
     def check(self) -> None:
         """Check the buffers, if one was set since this was done. Raises InvalidSetting if they are none of a weight."""
-        if not self._checked and not self.values.is_meta:
-            check_numbers(self._unchecked())
+        if not self._checked and not all(getattr(self, name).is_meta for name in self.running):
+            self._unchecked().check()
             self._checked = True
 
     def _unchecked(self) -> Bitmask:
@@ -186,7 +185,7 @@ class PackedLinear(nn.Module):
             self.check()
         scales, group_size = (self.scales, self.format.group_size) if self.format else (None, 0)
         options = {"columns": self.in_features, "group_size": group_size}
-        return multiply(x, self.mask, self.values, self.row_starts, scales=scales, bias=bias, **options)
+        return packed_linear(x, self.mask, self.values, self.row_starts, scales=scales, bias=bias, **options)
 
     def _multiply_compressed(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) with the weight in the form for its GPU, made at the first call after it changed."""
@@ -213,6 +212,9 @@ class PackedLinear(nn.Module):
         """Move the module. Another dtype is that of `weight`: scales keep theirs, in which kernels read them.
 
         What `to_empty` leaves in the buffers is refused at the next product.
+
+        Raises:
+            InvalidSetting: The dtype is none of float32, bfloat16 and float16.
         """
         scales = self.scales
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -220,6 +222,8 @@ class PackedLinear(nn.Module):
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=scales.device)).dtype
             is_empty = scales.is_meta or self.scales.is_meta
             self.scales = self.scales.bfloat16() if is_empty else scales.to(self.scales.device)
+        if self.dtype not in DTYPES:
+            raise InvalidSetting(f"`dtype` got {dtype_name(self.dtype)}; packed layers run in float32, bfloat16 or float16.")
         self._check_moved()
         return self
 

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import can_hold
 from sparsellm.errors import BadCheckpoint
 from sparsellm.solvers.integers import MASK_WORD, mask_bytes
 
@@ -36,13 +35,8 @@ def stored_tensors(parts: Mapping[str, Bytes]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(part) for name, part in parts.items() if len(part) or name == "weight"}
 
 
-def stored_bytes(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Bytes]:
-    """Return the bytes of parts by name. Raises BadCheckpoint for what is no part, or what they cannot hold."""
-    size = sum(part.numel() for part in parts.values())
-    if dtype not in DTYPES or len(shape) != 2 or min(shape) < 1 or not can_hold(size, shape):
-        raise BadCheckpoint(
-            f"A packed weight cannot have the shape {tuple(shape)} in {dtype} and {size:,} bytes: its metadata is damaged."
-        )
+def stored_bytes(parts: Mapping[str, Tensor]) -> dict[str, Bytes]:
+    """Return the bytes of parts by name. Raises BadCheckpoint for what is no part."""
     for name, part in parts.items():
         if name not in PARTS or part.dtype != torch.uint8 or part.dim() != 1:
             raise BadCheckpoint(f"{name[:80]} in {part.dtype} with {part.dim()} dimensions is no part of a packed weight.")

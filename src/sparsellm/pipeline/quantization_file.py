@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -22,7 +22,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.formats.integer_encoding import decode_scales
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
-from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.quantization import Scales
 from sparsellm.texts.json_files import durable
 
@@ -34,8 +34,8 @@ _SUFFIX = "_scale"
 class _Entry:
     """What the metadata say about a weight."""
 
-    bits: int
-    group_size: int
+    bits: Literal[3, 4, 8]
+    group_size: Annotated[int, Field(ge=0, lt=2**31, multiple_of=MASK_WORD)]
     transposed: bool = False
 
 
@@ -78,11 +78,7 @@ def read_scales(folder: Path) -> dict[str, Scales]:
         tensor = tensors[name + _SUFFIX]
         if tensor.dtype is not torch.bfloat16 or tensor.dim() != 2 or not bool(tensor.isfinite().all()):
             raise _damaged(f"{name[:80]}{_SUFFIX} must have finite bfloat16 numbers in two dimensions")
-        try:
-            format = IntegerFormat(entry.bits, entry.group_size).checked()
-        except InvalidSetting as error:
-            raise _damaged(f"{name[:80]}: {error}") from None
-        scales[name] = Scales(tensor, format, entry.transposed)
+        scales[name] = Scales(tensor, IntegerFormat(entry.bits, entry.group_size), entry.transposed)
     return scales
 
 

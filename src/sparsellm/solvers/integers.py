@@ -69,21 +69,17 @@ class IntegerFormat:
         """The format of a setting `values` and of `group_size`, by default that of a density. Raises InvalidSetting."""
         if name not in BITS_OF:
             raise InvalidSetting(f"`values` got {name!r}; it must be {', '.join(BITS_OF)}.")
-        return cls.default(BITS_OF[name], density) if group_size is None else cls(BITS_OF[name], group_size).checked()
+        if group_size is None:
+            return cls.default(BITS_OF[name], density)
+        if group_size not in GROUP_SIZES:
+            limits = f"a multiple of {MASK_WORD} columns below 2^31, or 0 for whole rows"
+            raise InvalidSetting(f"`group_size` must be {limits}, got {group_size}.")
+        return cls(BITS_OF[name], group_size)
 
     @classmethod
     def of(cls, record: Rounded) -> IntegerFormat | None:
         """The format in the fields of a record; None if it has no bits."""
         return None if record.bits is None else cls(record.bits, record.group_size or 0)
-
-    def checked(self) -> IntegerFormat:
-        """The format itself. Raises InvalidSetting for one that cannot be stored."""
-        if self.bits not in WIDTHS:
-            raise InvalidSetting(f"Values can have 3, 4 or 8 bits, got {self.bits}.")
-        if self.group_size not in GROUP_SIZES:
-            limits = f"a multiple of {MASK_WORD} columns below 2^31, or 0 for whole rows"
-            raise InvalidSetting(f"`group_size` must be {limits}, got {self.group_size}.")
-        return self
 
     @property
     def name(self) -> str:

@@ -116,7 +116,6 @@ def round_to_nearest(
         mask: (out, in) bool, True where a weight is kept; others become 0. None if the weight is zero there.
         importance: (in,), weights of the squared errors, such as the Gram diagonal; None for equal ones.
     """
-    format.checked()
     kept = weight.float() if mask is None else weight.float() * mask
     columns = kept.shape[1]
     size = format.group_size or columns

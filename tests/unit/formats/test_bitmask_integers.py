@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsellm.errors import InvalidSetting
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, pack_bits
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.quantization import Quantized
@@ -90,17 +89,3 @@ def test_random_weights(data: Any) -> None:
     assert torch.equal(weight.to_integers(), integers)
     again = Bitmask.from_parts(weight.mask, weight.kept_values(), shape[1], scales=scales, format=weight.format)
     assert torch.equal(again.values, weight.values)
-
-
-@pytest.mark.parametrize(
-    ("bits", "group_size", "scales", "message"),
-    [
-        (5, 0, (2, 1), "got 5"),
-        (4, 100, (2, 1), "multiple of 64 columns"),
-        (4, 64, (2, 1), "has 2 scales a row"),
-    ],
-)
-def test_impossible_formats(bits: int, group_size: int, scales: tuple[int, int], message: str) -> None:
-    integers = torch.zeros(2, 100, dtype=torch.int8)
-    with pytest.raises(InvalidSetting, match=message):
-        Bitmask.from_quantized(Quantized(integers, torch.ones(scales).bfloat16(), IntegerFormat(bits, group_size)))

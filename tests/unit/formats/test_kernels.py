@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.errors import InvalidSetting
 from sparsellm.formats import kernel_library, kernels
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
 from sparsellm.runtime import native
@@ -37,7 +36,7 @@ def threads() -> Iterator[None]:
     yield
     torch.set_num_threads(before)
     if kernels.instruction_set():
-        kernels.set_instruction_set(None)
+        kernels.load_kernels().is_chosen = False
 
 
 def random_weight(rows: int, columns: int, dtype: torch.dtype, *, sparsity: float = 0.6, seed: int = 0) -> Tensor:
@@ -75,7 +74,7 @@ def check(result: Tensor, x: Tensor, weight: Tensor) -> None:
 @compiled
 def test_products_equal_a_slow_loop(name: str, dtype: torch.dtype) -> None:
     """Odd widths, an empty row, a full row, each number of tokens, each type of x."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for rows, columns in ((1, 1), (3, 7), (6, 63), (5, 64), (4, 65), (9, 200)):
         weight = random_weight(rows, columns, dtype, seed=columns)
         packed = Bitmask.from_dense(weight)
@@ -113,7 +112,7 @@ def test_many_tokens_are_multiplied_by_tiles(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", SETS)
 @compiled
 def test_bias_is_added_before_rounding(name: str) -> None:
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for dtype in DTYPES:
         weight, x = torch.full((3, 64), 1.0).to(dtype), torch.full((1, 64), 4.0).to(dtype)
         bias = torch.tensor([1.0, 0.25, -256.0]).to(dtype)
@@ -126,7 +125,7 @@ def test_bias_is_added_before_rounding(name: str) -> None:
 @compiled
 def test_special_numbers_behave_as_in_a_dense_product(name: str, dtype: torch.dtype) -> None:
     """NaN and infinities spread as in the dense product, also through weights that are zero."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     weight = random_weight(8, 130, dtype)
     weight[3, 5], weight[4, 129], weight[5, 64], weight[6, 0], weight[7] = math.nan, math.inf, -math.inf, -0.0, -0.0
     packed = Bitmask.from_dense(weight)
@@ -170,7 +169,7 @@ def test_bits_do_not_depend_on_threads(name: str, threads_of: str, request: pyte
     """Nor on a call from another thread at the same time, which then works alone."""
     if threads_of == "pool":
         request.getfixturevalue("pool")
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     packed = Bitmask.from_dense(random_weight(401, 320, torch.bfloat16))
     x = random_tokens(3, 320, torch.bfloat16)
     torch.set_num_threads(1)
@@ -231,7 +230,7 @@ def before_guard_page(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SETS)
 @compiled
 def test_nothing_behind_the_buffers_is_read(name: str, dtype: torch.dtype) -> None:
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for rows, columns, sparsity in ((1, 1, 0.0), (5, 64, 0.0), (7, 100, 0.5), (9, 333, 0.95), (4, 4096, 0.0)):
         weight = random_weight(rows, columns, dtype, sparsity=sparsity)
         parts = Bitmask.from_dense(weight)
@@ -250,7 +249,7 @@ def test_nothing_behind_the_buffers_is_read(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", SETS)
 @compiled
 def test_dense_products_equal_a_slow_loop(name: str) -> None:
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for rows, columns in ((1, 1), (6, 63), (5, 64), (9, 200)):
         weight = random_weight(rows, columns, torch.bfloat16, sparsity=0)
         for tokens in (1, 2, 3, 8):
@@ -263,7 +262,7 @@ def test_dense_products_equal_a_slow_loop(name: str) -> None:
 @compiled
 def test_operator_is_what_compiled_code_calls(name: str) -> None:
     """torch checks the operator's schema and its results without data."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     weight = random_weight(6, 130, torch.bfloat16)
     packed = Bitmask.from_dense(weight)
     x = random_tokens(3, 130, torch.bfloat16).view(3, 1, 130)
@@ -272,20 +271,6 @@ def test_operator_is_what_compiled_code_calls(name: str) -> None:
     torch.library.opcheck(operator, arguments, {"columns": 130, "bias": x[0, 0, :6]})
     compiled_function = torch.compile(lambda x: kernels.packed_matmul(x * 2, packed) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled_function(x), kernels.packed_matmul(x * 2, packed) + 1)
-
-
-def test_wrong_use_is_refused() -> None:
-    packed = Bitmask.from_dense(random_weight(4, 64, torch.float32))
-    with pytest.raises(InvalidSetting, match="63 columns, and the packed matrix 64"):
-        kernels.packed_matmul(torch.ones(1, 63), packed)
-    for call in (kernels.packed_linear, torch.ops.sparsellm.packed_linear):
-        x = torch.ones(1, 64, requires_grad=True)
-        with pytest.raises(InvalidSetting, match="no gradients"):
-            call(x, packed.mask, packed.values, packed.row_starts, columns=64)
-        with torch.no_grad():
-            assert call(x, packed.mask, packed.values, packed.row_starts, columns=64).shape == (1, 4)
-    with pytest.raises(InvalidSetting, match="instruction set got 'sse9'"):
-        kernels.set_instruction_set("sse9")
 
 
 @compiled

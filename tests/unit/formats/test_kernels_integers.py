@@ -29,7 +29,7 @@ def threads() -> Iterator[None]:
     yield
     torch.set_num_threads(before)
     if kernels.instruction_set():
-        kernels.set_instruction_set(None)
+        kernels.load_kernels().is_chosen = False
 
 
 def random_weight(rows: int, columns: int, bits: int, group_size: int, *, density: float = 0.4) -> Bitmask:
@@ -59,7 +59,7 @@ def check(result: Tensor, x: Tensor, weight: Bitmask) -> None:
 @compiled
 def test_products_equal_a_slow_loop(name: str, bits: int, group_size: int) -> None:
     """Odd widths, an empty row, a full row, each number of tokens, each type of x."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for rows, columns in ((1, 1), (3, 7), (6, 63), (5, 64), (4, 65), (9, 330)):
         weight = random_weight(rows, columns, bits, group_size)
         for tokens in (*range(6), 8, 9, 16):
@@ -73,7 +73,7 @@ def test_products_equal_a_slow_loop(name: str, bits: int, group_size: int) -> No
 @compiled
 def test_rows_are_decoded_as_by_torch(name: str, bits: int, group_size: int) -> None:
     """Bit by bit, also where float16 has subnormal numbers, no numbers, or ties between two."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for rows, columns in ((1, 1), (6, 63), (9, 330)):
         weight = random_weight(rows, columns, bits, group_size)
         for factor in (1.0, 2.0**-20, 2.0**-126, 2.0**12, 2.0**120, math.nan):
@@ -93,7 +93,7 @@ def test_every_product_is_rounded_as_by_torch() -> None:
     scales = torch.arange(0, 2**15, 64, dtype=torch.int16).view(torch.bfloat16)[:, None]
     weight = Bitmask.from_quantized(Quantized(integers, scales, IntegerFormat(8, 0)))
     for name in kernels.instruction_sets():
-        kernels.set_instruction_set(name)
+        kernels.load_kernels().use(name)
         for dtype in DTYPES:
             result, expected = kernels.decode_rows(weight, dtype=dtype), weight.to_dense(dtype=dtype)
             assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
@@ -104,7 +104,7 @@ def test_every_product_is_rounded_as_by_torch() -> None:
 @compiled
 def test_a_single_product_is_rounded_once(name: str, bits: int) -> None:
     """With x between -2^21 and 2^21: no bit of x is lost."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-(2**21), 2**21, (3, 300), generator=generator)
     least, largest = IntegerFormat(bits, 0).limits(1)
@@ -133,7 +133,7 @@ def test_long_rows_do_not_overflow(columns: int) -> None:
 @compiled
 def test_tokens_do_not_depend_on_each_other(name: str, bits: int, group_size: int) -> None:
     """Each has its own power of two: tiny tokens beside large ones, and zeros."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     weight = random_weight(7, 200, bits, group_size)
     x = random_tokens(5, 200, torch.float32) * torch.tensor([1.0, 1e30, 1e-30, 0, 1e-38])[:, None]
     result = kernels.packed_matmul(x, weight)
@@ -146,7 +146,7 @@ def test_tokens_do_not_depend_on_each_other(name: str, bits: int, group_size: in
 @compiled
 def test_sums_of_large_numbers_do_not_overflow(name: str) -> None:
     """Where the sums of integers would, and their products with the scales do not; also beside small numbers."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for bits, group_size in FORMATS:
         weight = random_weight(7, 330, bits, group_size)
         weight = replace(weight, scales=weight.scales * 2.0**-20)
@@ -163,7 +163,7 @@ def test_sums_of_large_numbers_do_not_overflow(name: str) -> None:
 @compiled
 def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
     """Some rows are taken two or four at once, others alone."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for bits, group_size in FORMATS:
         whole = random_weight(9, 330, bits, group_size)
         integers, keep = whole.to_integers(), unpack_bits(whole.mask, 330)
@@ -182,7 +182,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
 @compiled
 def test_special_numbers_spread_to_all_rows(name: str) -> None:
     """As in a dense product, also through weights that are zero."""
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for bits, group_size in FORMATS:
         weight = random_weight(8, 130, bits, group_size)
         for dtype in DTYPES:
@@ -197,7 +197,7 @@ def test_special_numbers_spread_to_all_rows(name: str) -> None:
 @pytest.mark.parametrize("name", SETS)
 @compiled
 def test_bits_do_not_depend_on_threads(name: str, bits: int, group_size: int) -> None:
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     weight = random_weight(211, 320, bits, group_size)
     dense = weight.to_dense()
     for tokens in (1, 2, 3, 8):
@@ -214,7 +214,7 @@ def test_bits_do_not_depend_on_threads(name: str, bits: int, group_size: int) ->
 @pytest.mark.parametrize("name", SETS)
 @compiled
 def test_nothing_behind_the_buffers_is_read(name: str, dtype: torch.dtype) -> None:
-    kernels.set_instruction_set(name)
+    kernels.load_kernels().use(name)
     for bits, group_size in FORMATS:
         for rows, columns, density in ((1, 1, 1.0), (5, 64, 1.0), (7, 100, 0.5), (9, 333, 0.05), (4, 2048, 1.0)):
             weight = random_weight(rows, columns, bits, group_size, density=density)
