@@ -61,30 +61,30 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
         UnsupportedModel: The model is quantized or packed.
         BadCheckpoint: The folder has no adapter, or a damaged one.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidSetting(f"An adapter is added to a model, got {type(model).__name__}. Load it with from_pretrained first.")
-    if _is_sharded(model):
-        raise InvalidSetting("The model is sharded already. Add the adapter first, and shard the result.")
+    _check_whole(model)
     if isinstance(model, PeftModel):
         raise InvalidSetting("The model has an adapter already: merge it, or pass the model without it.")
     check_supported(model)
     stored = StoredMasks(model)
     stored.check(stored.lost())
-    if isinstance(config, LoraConfig):
-        if config.init_lora_weights not in INITIAL:
-            raise InvalidSetting(
-                f"`init_lora_weights={config.init_lora_weights!r}` changes the pruned weights before training. "
-                "Pass True, False, 'gaussian' or 'orthogonal'."
-            )
-        try:
-            adapted = get_peft_model(model, config)
-        except ValueError as error:
-            raise InvalidSetting(f"The adapter cannot be added ({first_line(error)}). Change `target_modules`.") from error
-    elif isinstance(config, (str, Path)):
-        adapted = _load_adapter(model, Path(config))
-    else:
-        kind = type(config).__name__
-        raise InvalidSetting(f"Masks are held for LoRA only, got {kind}. Pass a LoraConfig, or the folder of a saved adapter.")
+    saved: dict[str, Tensor] | None = None
+    name = "The adapter"
+    if isinstance(config, (str, Path)):
+        name = f"The adapter {config}"
+        config, saved = _read_adapter(Path(config))
+    if not isinstance(config, LoraConfig):
+        raise InvalidSetting(f"{name} must be LoRA, the only kind that is trained with masks, got {type(config).__name__}.")
+    if config.init_lora_weights not in INITIAL:
+        raise InvalidSetting(
+            f"{name} has `init_lora_weights={config.init_lora_weights!r}`, which changes the pruned weights before training. "
+            "Pass True, False, 'gaussian' or 'orthogonal'."
+        )
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise InvalidSetting(f"{name} does not fit the model ({first_line(error)}). Change `target_modules`.") from error
+    if saved is not None:
+        _fill(adapted, saved, name)
     problem = _mask_layers(adapted)
     if problem:
         adapted.unload()
@@ -119,19 +119,13 @@ def merge(model: PeftModel) -> PreTrainedModel:
             lost zeros of its folder; or there is no folder, and the adapter changed the weights as it was loaded.
         UnsupportedModel: The model is quantized or packed.
     """
-    if not isinstance(model, PeftModel):
-        raise InvalidSetting(f"The model has no adapter of PEFT: got a {type(model).__name__}. Pass what sparse_lora returned.")
-    if _is_sharded(model):
-        raise InvalidSetting(
-            "The weights are sharded over processes. Save the adapter, and merge it in one process, "
-            "after sparse_lora has loaded it."
-        )
+    _check_whole(model)
     check_supported(model)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+    modules = model.named_modules() if isinstance(model, PeftModel) else ()
+    layers = {name: layer for name, layer in modules if isinstance(layer, BaseTunerLayer)}
     if not layers:
-        raise InvalidSetting(
-            f"Adapters of the kind {_kind(model)} have no weights to merge. Keep the adapter beside the model."
-        )
+        kind = type(model).__name__
+        raise InvalidSetting(f"The {kind} has no adapter of PEFT with weights to merge. Pass what sparse_lora returned.")
     if any(layer.merged for layer in layers.values()):
         raise InvalidSetting("The adapter is merged already. Load the pruned model and the adapter again.")
     stored = StoredMasks(model)
@@ -166,9 +160,10 @@ def _merged_already(*_: object, **__: object) -> None:
     """Takes the place of a layer's `merge`, which some kinds of adapters would run twice."""
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether processes share the weights."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+def _check_whole(model: nn.Module) -> None:
+    """Raise InvalidSetting if processes share the weights."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise InvalidSetting("The model is sharded. Add an adapter before, and merge a saved one in one process.")
 
 
 def _zeros(layer: lora.LoraLayer) -> int:
@@ -260,40 +255,28 @@ def _copies_without_zeros(model: PeftModel) -> str | None:
     return None
 
 
-def _kind(model: PeftModel) -> str:
-    """The kind of the first adapter, as PEFT names it."""
-    return str(next(iter(model.peft_config.values())).peft_type.value)
-
-
-def _load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Load a saved adapter for further training, after a check that it is for this model's layers."""
-    if not (folder / CONFIG_NAME).is_file():
-        raise BadCheckpoint(f"{folder} is not the folder of an adapter: it has no {CONFIG_NAME}.")
+def _read_adapter(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
+    """The configuration and the weights of a saved adapter, for further training."""
+    weights = [folder / name for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)]
+    if not (folder / CONFIG_NAME).is_file() or not any(file.is_file() for file in weights):  # PEFT would look on the hub
+        raise BadCheckpoint(f"{folder} is not the folder of an adapter: it needs {CONFIG_NAME} and {SAFETENSORS_WEIGHTS_NAME}.")
     try:
-        config = PeftConfig.from_pretrained(folder)
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadCheckpoint(f"{folder / CONFIG_NAME} cannot be read ({first_line(error)}). Save the adapter again.") from error
-    if not isinstance(config, LoraConfig) or config.init_lora_weights not in INITIAL:
-        raise InvalidSetting(f"The adapter {folder} is not plain LoRA, the only kind that is trained with masks.")
-    if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
-        raise BadCheckpoint(f"{folder} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
-    try:
-        saved = load_peft_weights(str(folder), device="cpu")
-    except (SafetensorError, RuntimeError, UnpicklingError) as error:
-        raise BadCheckpoint(f"The weights in {folder} are damaged ({first_line(error)}). Save the adapter again.") from error
+        config, saved = PeftConfig.from_pretrained(folder), load_peft_weights(str(folder), device="cpu")
+    except (ValueError, TypeError, KeyError, SafetensorError, RuntimeError, UnpicklingError) as error:
+        raise BadCheckpoint(f"The adapter in {folder} is damaged ({first_line(error)}). Save it again.") from error
     config.inference_mode, config.base_model_name_or_path = False, None
-    try:
-        adapted = get_peft_model(model, config)
-    except ValueError as error:
-        raise InvalidSetting(f"The adapter {folder} does not fit the model ({first_line(error)}).") from error
+    return config, saved
+
+
+def _fill(adapted: PeftModel, saved: Mapping[str, Tensor], name: str) -> None:
+    """Set the weights of an adapter, after a check that they are for this model's layers."""
     needed, known = (get_peft_model_state_dict(adapted, save_embedding_layers=whole) for whole in (False, True))
     shapes = [{key: tuple(tensor.shape) for key, tensor in part.items()} for part in (saved, known)]
     if others := [key for key in sorted(saved.keys() | needed.keys()) if shapes[0].get(key) != shapes[1].get(key)]:
         adapted.unload()
         has = [f"has {part[others[0]]}" if others[0] in part else "has nothing" for part in shapes]
         raise InvalidSetting(
-            f"The adapter {folder} is for other layers: for {others[0].removeprefix('base_model.model.')} it {has[0]}, and "
+            f"{name} is for other layers: for {others[0].removeprefix('base_model.model.')} it {has[0]}, and "
             f"the model {has[1]}. Use the model that it was made for."
         )
     set_peft_model_state_dict(adapted, saved)
-    return adapted

@@ -218,7 +218,7 @@ def test_a_model_is_compared_with_what_it_was_loaded_from(tmp_path: Path, monkey
             FixedMasks(changed(model))
     model = loaded_model(folder)
     model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(20, 16))
-    with pytest.raises(InvalidSetting, match=r"up_proj\.weight is \(20, 16\), but \(24, 16\) in .*pruned"):
+    with pytest.raises(InvalidSetting, match=r"lost .*pruned.*up_proj"):
         FixedMasks(model)
     cache = tmp_path / "hub" / "models--some--model"
     (cache / "refs").mkdir(parents=True)

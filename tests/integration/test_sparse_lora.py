@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.training import arguments, kept_zeros, loaded_model, pruned_model, sa
 
 pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'sparsellm[train]'")
 import peft
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PolyConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import Trainer
 
@@ -229,81 +230,117 @@ def test_a_compiled_adapter_trains() -> None:
     torch.testing.assert_close(loss, model(input_ids=BATCH, labels=BATCH).loss)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no such layer": ({"target_modules": ["query"]}, r"The adapter cannot be added \(Target modules .* not found"),
-    "dense layers only": ({"target_modules": ["embed_tokens"]}, "None of the targeted layers has zeros to keep"),
-    "DoRA": ({"use_dora": True}, "Masks are held for plain LoRA only"),
-    "PiSSA": ({"init_lora_weights": "pissa"}, "`init_lora_weights='pissa'` changes the pruned weights"),
-    "a whole layer": ({"modules_to_save": ["o_proj"]}, "`modules_to_save` would train a dense copy of .*o_proj"),
+def saved_adapter(folder: Path, change: Callable[[Path], object] = str) -> Path:
+    """A saved adapter of the Llama, whose files are changed."""
+    sparse_lora(pruned_model(), LORA).save_pretrained(folder / "llama")
+    change(folder / "llama")
+    return folder / "llama"
+
+
+def ia3(folder: Path) -> Path:
+    """A saved adapter of another kind."""
+    get_peft_model(pruned_model(), IA3).save_pretrained(folder / "ia3")
+    return folder / "ia3"
+
+
+def first_layer_only(folder: Path) -> None:
+    """Leave out the factors of the other layers, which PEFT would leave as they begin."""
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "layers.0" in name}, file)
+
+
+def cut(name: str) -> Callable[[Path], object]:
+    """Cut off the second half of a file."""
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:200])
+
+
+IA3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no such layer": (lambda _: config("llama", target_modules=["query"]), InvalidSetting, "`target_modules`"),
+    "dense layers only": (lambda _: config("llama", target_modules=["embed_tokens"]), InvalidSetting, "has zeros"),
+    "DoRA": (lambda _: config("llama", use_dora=True), InvalidSetting, "DoRA"),
+    "PiSSA": (lambda _: config("llama", init_lora_weights="pissa"), InvalidSetting, "`init_lora_weights='pissa'`"),
+    "a whole layer": (lambda _: config("llama", modules_to_save=["o_proj"]), InvalidSetting, "`modules_to_save`.*o_proj"),
+    "IA3": (lambda _: IA3, InvalidSetting, "IA3Config"),
+    "a saved IA3": (ia3, InvalidSetting, "ia3.*IA3Config"),
+    "an empty folder": (lambda folder: folder, BadCheckpoint, SETTINGS),
+    "no weights": (lambda f: saved_adapter(f, lambda x: (x / WEIGHTS).unlink()), BadCheckpoint, WEIGHTS),
+    "damaged weights": (lambda folder: saved_adapter(folder, cut(WEIGHTS)), BadCheckpoint, "llama is damaged"),
+    "damaged settings": (lambda folder: saved_adapter(folder, cut(SETTINGS)), BadCheckpoint, "llama is damaged"),
+    "of fewer layers": (lambda folder: saved_adapter(folder, first_layer_only), InvalidSetting, r"llama .*model\.layers\.1"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_unsuitable_settings_are_refused(case: str) -> None:
+def test_unsuitable_adapters_are_refused(case: str, tmp_path: Path) -> None:
     """In one message, and the model is left without an adapter."""
-    changes, message = REFUSED[case]
-    model = pruned_model()
-    with pytest.raises(InvalidSetting, match=message):
-        sparse_lora(model, config("llama", **changes))
+    make, error, named = REFUSED[case]
+    given, model = make(tmp_path), pruned_model()
+    with pytest.raises(error, match=named):
+        sparse_lora(model, given)
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_adapters_for_other_layers_are_refused(tmp_path: Path) -> None:
-    sparse_lora(pruned_model(), LORA).save_pretrained(tmp_path / "llama")
-    with pytest.raises(InvalidSetting, match=r"llama does not fit the model \(.*q_proj"):
-        sparse_lora(pruned_model("gpt2"), tmp_path / "llama")
-    with pytest.raises(
-        InvalidSetting, match=r"is for other layers.*layers\.0\.mlp\.down_proj.* it has \(4, 24\), and the model has \(4, 20\)"
-    ):
-        sparse_lora(other_width(), tmp_path / "llama")
-    with pytest.raises(BadCheckpoint, match=r"it has no adapter_config\.json"):
-        sparse_lora(pruned_model(), tmp_path)
-    get_peft_model(pruned_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])).save_pretrained(
-        tmp_path / "ia3"
-    )
-    with pytest.raises(InvalidSetting, match="is not plain LoRA"):
-        sparse_lora(pruned_model(), tmp_path / "ia3")
+def other_width() -> PreTrainedModel:
+    """The Llama with a narrower feed-forward part."""
+    settings = pruned_model().config
+    settings.intermediate_size = 20
+    model = AutoModelForCausalLM.from_config(settings)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight[:, ::2] = 0
+    return model
 
 
-def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
-    """PEFT would leave the factors of the other layers as they begin."""
-    adapted = sparse_lora(pruned_model(), LORA)
-    adapted.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    fewer = {name: tensor for name, tensor in tensors.items() if "layers.0" in name}
-    assert 0 < len(fewer) < len(tensors)
-    save_file(fewer, tmp_path / "adapter_model.safetensors")
-    model = pruned_model()
-    with pytest.raises(InvalidSetting, match=r"is for other layers.*model\.layers\.1.*it has nothing"):
-        sparse_lora(model, tmp_path)
-    assert not any("lora" in name for name, _ in model.named_parameters())
+def quantized(model: Any) -> Any:
+    """The model, which says that it is quantized."""
+    model.is_quantized = True
+    return model
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
+    ("make", "error", "named"),
     [
-        ("adapter_model.safetensors", r"are damaged"),
-        ("adapter_config.json", r"adapter_config\.json cannot be read"),
+        (lambda: pruned_model("gpt2"), InvalidSetting, r"llama .*q_proj"),
+        (other_width, InvalidSetting, r"down_proj.*\(4, 24\).*\(4, 20\)"),
+        (lambda: quantized(pruned_model()), UnsupportedModel, "quantized"),
+        (lambda: sparse_lora(pruned_model(), LORA), InvalidSetting, "adapter already"),
     ],
 )
-def test_damaged_adapters_are_told(file: str, message: str, tmp_path: Path) -> None:
-    sparse_lora(pruned_model(), LORA).save_pretrained(tmp_path)
-    data = (tmp_path / file).read_bytes()
-    (tmp_path / file).write_bytes(data[: len(data) // 2])
-    with pytest.raises(BadCheckpoint, match=message):
-        sparse_lora(pruned_model(), tmp_path)
-    (tmp_path / file).unlink()
-    with pytest.raises(BadCheckpoint, match="has no adapter_"):
-        sparse_lora(pruned_model(), tmp_path)
+def test_models_that_cannot_have_the_adapter_are_refused(
+    make: Callable[[], Any], error: type[Exception], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=named):
+        sparse_lora(make(), saved_adapter(tmp_path))
 
 
-def test_what_is_no_model_or_no_adapter_is_told() -> None:
-    with pytest.raises(InvalidSetting, match="An adapter is added to a model, got str"):
-        sparse_lora("folder", LORA)  # type: ignore[arg-type]
-    with pytest.raises(InvalidSetting, match="Masks are held for LoRA only, got IA3Config"):
-        sparse_lora(pruned_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
-    with pytest.raises(InvalidSetting, match="The model has no adapter of PEFT: got a LlamaForCausalLM"):
-        merge(pruned_model())
+def merged_before() -> Any:
+    """A model whose adapter is merged."""
+    model = sparse_lora(pruned_model(), LORA)
+    model.merge_adapter()
+    return model
+
+
+PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+POLY = PolyConfig(r=4, target_modules=["q_proj"], n_tasks=1, task_type="CAUSAL_LM")
+COPIED = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["o_proj"])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "named"),
+    [
+        (pruned_model, InvalidSetting, "LlamaForCausalLM"),
+        (lambda: get_peft_model(pruned_model(), PROMPTS), InvalidSetting, "PeftModelForCausalLM"),
+        (lambda: get_peft_model(quantized(pruned_model()), LORA), UnsupportedModel, "quantized"),
+        (merged_before, InvalidSetting, "merged already"),
+        (lambda: trained(get_peft_model(pruned_model(), COPIED)), InvalidSetting, "o_proj.*SparsityCallback"),
+        (lambda: get_peft_model(pruned_model(), POLY), InvalidSetting, "q_proj"),
+    ],
+)
+def test_models_that_cannot_be_merged_are_refused(make: Callable[[], Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        merge(make())
 
 
 class Delta(nn.Module, BaseTunerLayer):
@@ -419,7 +456,7 @@ def test_a_base_that_was_changed_by_hand_is_refused_or_masked(tmp_path: Path) ->
             merge(changed(sparse_lora(model, LORA), "down_proj.base_layer"))
 
 
-def test_kinds_that_merge_twice_or_not_at_all() -> None:
+def test_kinds_that_merge_twice() -> None:
     """PEFT merges each layer again as it removes the adapters, and OSF does not know that it has been."""
     zeros = zeros_of(pruned_model())
     model = get_peft_model(pruned_model(), peft.OSFConfig(**Q))
@@ -427,8 +464,6 @@ def test_kinds_that_merge_twice_or_not_at_all() -> None:
         part.data.mul_(1.1 if part.requires_grad else 1)
     with pytest.warns(UserWarning, match="masks"):
         assert same_zeros(zeros, zeros_of(merge(model)))
-    with pytest.raises(InvalidSetting, match=r"q_proj.*cannot be merged"):
-        merge(get_peft_model(pruned_model(), peft.PolyConfig(**Q, n_tasks=1, task_type="CAUSAL_LM")))
 
 
 TIED: dict[str, tuple[dict[str, Any], bool]] = {
@@ -458,37 +493,3 @@ def test_tied_embeddings_are_merged_as_they_were_trained(case: str, tmp_path: Pa
         torch.testing.assert_close(logits(result), expected)
         assert (result.lm_head.weight is result.model.embed_tokens.weight) is tied
         assert result.config.tie_word_embeddings is tied
-
-
-def other_width() -> PreTrainedModel:
-    """The Llama with a narrower feed-forward part."""
-    settings = pruned_model().config
-    settings.intermediate_size = 20
-    model = AutoModelForCausalLM.from_config(settings)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.down_proj.weight[:, ::2] = 0
-    return model
-
-
-def test_models_that_cannot_hold_masks_are_refused() -> None:
-    model = pruned_model()
-    model.is_quantized = True
-    for call in (lambda: sparse_lora(model, LORA), lambda: merge(get_peft_model(model, LORA))):
-        with pytest.raises(UnsupportedModel, match="Masks cannot be held in quantized or packed weights"):
-            call()
-    adapted = sparse_lora(pruned_model(), LORA)
-    with pytest.raises(InvalidSetting, match="has an adapter already"):
-        sparse_lora(adapted, LORA)
-    adapted.merge_adapter()
-    with pytest.raises(InvalidSetting, match="is merged already"):
-        merge(adapted)
-    prompts = get_peft_model(pruned_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(InvalidSetting, match="Adapters of the kind PROMPT_TUNING have no weights to merge"):
-        merge(prompts)
-
-
-def test_a_trained_copy_that_lost_zeros_is_refused() -> None:
-    adapted = get_peft_model(pruned_model(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["o_proj"]))
-    with pytest.raises(InvalidSetting, match=r"The trained copy of .*o_proj has lost zeros"):
-        merge(trained(adapted))

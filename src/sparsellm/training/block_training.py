@@ -64,14 +64,10 @@ def refine_block(
 
     Returns:
         The result; losses are relative to $E\lVert h \rVert_F^2$.
-
-    Raises:
-        TypeError: If the activations have no dense stream.
     """
     inputs.advance_dense()
     targets = inputs.dense
-    if targets is None:
-        raise TypeError("There is no dense stream: ask for one with needs_dense_stream=True.")
+    assert targets is not None
     root = None if fisher is None else _square_root(fisher)
     energy = torch.tensor(sum(float(_apply_root(root, state.float()).square().sum()) for state in targets), dtype=torch.float64)
     collectives.all_reduce_(energy)

@@ -36,12 +36,6 @@ INSERTED = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_s
 INITIAL = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA and others change them."""
 
-SINCE = (
-    "Load it again, and let nothing change its weights before. If it was pruned since then, say that it is another model: "
-    'model.name_or_path = "".'
-)
-"""What to do about a model that is not what its folder says."""
-
 DEEPSPEED = (
     "The masks cannot be held under DeepSpeed, which keeps the weights in copies of its own. Train with DDP or with FSDP, "
     "`fsdp=True`."
@@ -111,16 +105,20 @@ class StoredMasks:
 
     @torch.no_grad()
     def lost(self) -> dict[str, int]:
-        """How many zeros of the folder are other numbers in the model, by the name of the parameter, where there are any."""
+        """How many zeros of the folder are other numbers in the model, by the name of the parameter, where there are any.
+
+        Of a parameter with another shape, they are all lost.
+        """
         lost: dict[str, int] = {}
         for name, parameter in self.parameters.items():
-            stored = self.read(parameter) if id(parameter) in self._places else torch.ones(())
-            if not 0 < _count(stored == 0) < stored.numel():
+            if id(parameter) not in self._places:
                 continue
-            if stored.shape != parameter.shape:
-                shapes = f"{tuple(parameter.shape)}, but {tuple(stored.shape)} in {self._folders[0]}"
-                raise InvalidSetting(f"{name} is {shapes}, the folder that the model was loaded from. {SINCE}")
-            if count := _count(_sharded_like(stored == 0, parameter) & (parameter != 0)):
+            zeros = self.read(parameter) == 0
+            if not 0 < _count(zeros) < zeros.numel():
+                continue
+            if zeros.shape == parameter.shape:
+                zeros = _sharded_like(zeros, parameter) & (parameter != 0)
+            if count := _count(zeros):
                 lost[name] = count
         return lost
 
@@ -130,7 +128,8 @@ class StoredMasks:
             worst = max(lost, key=lost.__getitem__)
             raise InvalidSetting(
                 f"The model has lost {sum(lost.values())} zeros of the folder that it was loaded from, {self._folders[0]}, "
-                f"{lost[worst]} of them in {worst}. {SINCE}"
+                f"{lost[worst]} of them in {worst}. Load it again, and let nothing change its weights before. If it was pruned "
+                'since then, say that it is another model: model.name_or_path = "".'
             )
 
 
