@@ -165,7 +165,7 @@ def test_outputs_are_added_and_replaced_only_when_asked(tiny: dict[str, Path], t
     [
         ("50%,0.5", "--sparsity names 50% 2 times"),
         ("50%,", "must be a fraction, a percentage or N:M, got ''"),
-        ("50%,120%", "must be in [0, 1), got '120%'"),
+        ("50%,120%", "must be in [0, 1), got 120%"),
     ],
 )
 def test_wrong_lists_are_refused(sparsity: str, message: str, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:

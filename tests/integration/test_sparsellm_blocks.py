@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sparsellm.activations.sensitivity import output_fisher
-from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
@@ -107,11 +106,6 @@ def test_same_call_same_bits(family: str) -> None:
     one, other = (prune(family, method, chosen=frozenset({0}))[0] for _ in range(2))
     assert not changed(one, other)
     assert changed(one, tiny(family))
-
-
-def test_a_negative_number_of_rounds_is_refused() -> None:
-    with pytest.raises(InvalidSetting, match="gauss_newton_steps >= 0, got -1"):
-        SparseLLM(gauss_newton_steps=-1)
 
 
 def test_efforts() -> None:

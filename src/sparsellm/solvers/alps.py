@@ -71,15 +71,11 @@ class ALPS:
     needs: ClassVar[type[TokenCount]] = Gram
 
     def __post_init__(self) -> None:
-        if not self.damping >= 0 or self.iterations < 1 or self.refit_steps < 0:
+        is_pace = 0 < self.penalty_growth <= 1 and 0 < self.relaxation < 2
+        if not (self.damping >= 0 and self.iterations >= 1 and self.refit_steps >= 0 and is_pace):
             raise InvalidSetting(
-                f"ALPS needs damping >= 0, iterations >= 1 and refit_steps >= 0, "
-                f"got {self.damping}, {self.iterations} and {self.refit_steps}."
-            )
-        if not 0 < self.penalty_growth <= 1 or not 0 < self.relaxation < 2:
-            raise InvalidSetting(
-                "ALPS needs penalty_growth in (0, 1] and relaxation in (0, 2), "
-                f"got {self.penalty_growth} and {self.relaxation}."
+                "ALPS needs damping >= 0, iterations >= 1, refit_steps >= 0, penalty_growth in (0, 1] and relaxation in "
+                f"(0, 2), got {self}."
             )
 
     @classmethod

@@ -59,17 +59,12 @@ class FastADMM:
     needs: ClassVar[type[TokenCount]] = Gram
 
     def __post_init__(self) -> None:
-        if not self.damping >= 0 or self.steps < 1 or self.refit_steps < 0:
+        is_pace = 0 < self.penalty < float("inf") and 0 < self.relaxation < 2 and 1 <= self.growth < float("inf")
+        if not (self.damping >= 0 and self.steps >= 1 and self.refit_steps >= 0 and is_pace):
             raise InvalidSetting(
-                f"FastADMM needs damping >= 0, steps >= 1 and refit_steps >= 0, "
-                f"got {self.damping}, {self.steps} and {self.refit_steps}."
+                "FastADMM needs damping >= 0, steps >= 1, refit_steps >= 0, a finite penalty > 0, relaxation in (0, 2) and a "
+                f"finite growth >= 1, got {self}."
             )
-        if not 0 < self.penalty < float("inf") or not 0 < self.relaxation < 2:
-            raise InvalidSetting(
-                f"FastADMM needs a finite penalty > 0 and relaxation in (0, 2), got {self.penalty} and {self.relaxation}."
-            )
-        if not 1 <= self.growth < float("inf"):
-            raise InvalidSetting(f"FastADMM needs a finite growth of at least 1, got {self.growth}.")
 
     def count_steps(self, geometric_mean: float | None) -> int:
         """Number of ADMM steps, given the geometric mean m of the eigenvalues, or None without a full curvature."""

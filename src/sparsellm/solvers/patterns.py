@@ -7,7 +7,6 @@ Imports torch only where a mask is made, so that settings can be checked without
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Unstructured:
     sparsity: float
 
     def __post_init__(self) -> None:
-        _check_fraction(self.sparsity, "sparsity")
+        _check_fraction(self.sparsity, "sparsity", f"{self.sparsity:g}")
 
     def __str__(self) -> str:
         return f"{100 * self.sparsity:.10g}%"
@@ -235,16 +234,14 @@ def parse_pattern(text: str | float, name: str = "sparsity") -> Pattern:
         number = float(stripped.removesuffix("%"))
     except ValueError:
         raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}") from None
-    if not math.isfinite(number) or (stripped.endswith("%") and not 0 <= number < 100):
-        raise InvalidSetting(f"`{name}` must be in [0, 1), got {stripped!r}. {EXAMPLES}")
     fraction = number / 100 if stripped.endswith("%") else number
-    _check_fraction(fraction, name)
+    _check_fraction(fraction, name, stripped)
     return Unstructured(fraction)
 
 
-def _check_fraction(fraction: float, name: str) -> None:
-    """Raise InvalidSetting unless a setting is a fraction in [0, 1)."""
+def _check_fraction(fraction: float, name: str, written: str) -> None:
+    """Raise InvalidSetting unless a setting, as it is written, is a fraction in [0, 1)."""
     if not 0 <= fraction < 1:  # also refuses NaN
         percent = f"For {fraction:g} % write {fraction / 100:g} or {fraction:g}%."
-        hint = percent if 1 < fraction < 100 else EXAMPLES
-        raise InvalidSetting(f"`{name}` must be in [0, 1), got {fraction:g}. {hint}")
+        hint = percent if 1 < fraction < 100 and "%" not in written else EXAMPLES
+        raise InvalidSetting(f"`{name}` must be in [0, 1), got {written}. {hint}")

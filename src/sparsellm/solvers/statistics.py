@@ -158,8 +158,6 @@ class Gram(InputRMS):
         return self._sums[-1] / max(self.tokens, 1)
 
     def update(self, inputs: Tensor) -> None:
-        if self._final is not None:
-            raise TypeError("A finalized or centered Gram matrix cannot be updated.")
         self._centered = None
         super().update(inputs)
 
@@ -177,12 +175,7 @@ class Gram(InputRMS):
         r"""The Gram matrix about the mean, $E[(x - \mu)(x - \mu)^\top]$, for layers whose bias is fitted.
 
         It is finalized, and cached until the next update, so that layers with the same inputs share it.
-
-        Raises:
-            TypeError: After `finalize`.
         """
-        if self._final is not None:
-            raise TypeError("A finalized Gram matrix cannot be centered, because its sums are released.")
         if self._centered is None:
             matrix = symmetrize_(self._upper(self.center))
             # The variance of a constant input is a rounding error of either sign: treat the input as dead.

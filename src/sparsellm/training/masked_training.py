@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sparsellm.errors import InvalidSetting
 from sparsellm.methods import CurvePoint, TrainingResult
 from sparsellm.runtime import collectives, devices
 from sparsellm.training.quantized_training import QuantizedParameters, RoundedLayer
@@ -63,12 +62,6 @@ class MaskedAdam:
     held: float = 0.125
     rank: int | None = None
     patience: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps < 0 or not self.rate > 0 or not 0 < self.held < 1:
-            raise InvalidSetting(
-                f"Refinement needs steps >= 0, rate > 0 and held in (0, 1), got {self.steps}, {self.rate}, {self.held}."
-            )
 
     def run(
         self,

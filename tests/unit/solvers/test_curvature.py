@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.errors import InvalidSetting
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -263,15 +262,3 @@ def test_rows_that_cost_nothing_go_first(solver: LayerSolver) -> None:
     answer = solver.solve(known, pattern)
     assert known.error(answer) < 1e-3
     assert float((answer[8:] != 0).float().mean()) < 0.25
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(name, bad) for name, most in (("penalty_growth", 1.01), ("relaxation", 2.0)) for bad in (0.0, -0.5, most, float("nan"))],
-)
-def test_paces_refused(name: str, value: float) -> None:
-    """A penalty growth or relaxation out of range raises InvalidSetting with the limits, from the accurate settings too."""
-    assert (ALPS.accurate().penalty_growth, ALPS.accurate().relaxation) == (0.5, 1.6)
-    for settings in (ALPS(), ALPS.accurate()):
-        with pytest.raises(InvalidSetting, match=r"penalty_growth in \(0, 1\] and relaxation in \(0, 2\)"):
-            replace(settings, **{name: value})  # type: ignore[arg-type]

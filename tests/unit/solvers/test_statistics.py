@@ -37,7 +37,7 @@ def close(got: Tensor, wanted: Tensor, rounding: float) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_settled_moments_are_the_same(dtype: torch.dtype) -> None:
-    """The same bits from half the memory; each reader still gets its own; no more tokens, and no other center."""
+    """The same bits from half the memory; each reader still gets its own."""
     gram = Gram(FEATURES, dtype=dtype)
     gram.update(inputs())
     before = gram.matrix, gram.rms, gram.mean
@@ -47,10 +47,6 @@ def test_settled_moments_are_the_same(dtype: torch.dtype) -> None:
         assert all(torch.equal(one, other) for one, other in zip(before, (gram.matrix, gram.rms, gram.mean), strict=True))
         assert gram.tokens == TOKENS
     assert len(gram._sums) == 1
-    with pytest.raises(TypeError, match="cannot be updated"):
-        gram.update(inputs())
-    with pytest.raises(TypeError, match="sums are released"):
-        gram.centered()
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{len(split)}-batches")
