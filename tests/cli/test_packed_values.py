@@ -93,7 +93,7 @@ def test_a_model_that_is_not_its_scales_times_integers_is_refused(outputs: dict[
     tensors = load_file(tmp_path / "back" / "model.safetensors")
     tensors["model.decoder.layers.0.fc1.weight"][0, 0] = 0.77
     save_file(tensors, tmp_path / "back" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BadCheckpoint, match=r"fc1\.weight is not what quantization\.scales says") as caught:
+    with pytest.raises(BadCheckpoint, match=r"fc1\.weight .*quantization\.scales") as caught:
         sparsellm.pack(tmp_path / "back", tmp_path / "again")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "again").exists()

@@ -30,6 +30,7 @@ from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]
 AXES = {"model": ["demo:opt"], "method": ["magnitude", "wanda"], "sparsity": [0.7, "2:4"]}
+FIELDS = {"model": "demo:opt", "calibration": "demo"}
 SHARED = {"calibration": "demo", "samples": 2, "sequence_length": 32}
 
 
@@ -89,29 +90,37 @@ def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
     assert [cell.recipe.as_published for cell in sweep.cells] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"axes": {"method": []}}, "The axis 'method' is empty"),
-        ({"axes": {}}, "has no axes"),
-        ({"axes": {"sparsity": ["70%", 0.7]}}, "two values named '70%'"),
-        (
-            {"axes": {"seed": {"one": 0, "another": 0}, "model": ["demo:opt"]}},
-            "'one, demo:opt' and 'another, demo:opt' .* same recipe",
-        ),
-        ({"axes": {"metod": ["wanda"]}}, "unknown field: 'metod'. Did you mean 'method'"),
-        ({"axes": {"method": "wanda"}}, "must be a list"),
-        ({"axes": {"a": {"x": {"seed": 1}}, "seed": [2], "model": ["demo:opt"]}}, "Two axes set 'seed'"),
-        ({"leave_out": [{"model": "demo:opt"}]}, "leaves out every cell"),
-        ({"leave_out": [{"modle": "x"}]}, "unknown axis: 'modle'"),
-        ({"axis": {}}, "Unknown field 'axis'. Did you mean 'axes'"),
-        ({"axes": {"method": ["wanda", "sparsgpt"], "model": ["demo:opt"]}}, "sparsgpt.*Did you mean 'sparsegpt'"),
-        ({"recipe": "x"}, "`recipe`: .* valid dictionary, got 'x'"),
-        ({"columns": "speed"}, "unknown axis: 'speed'"),
-    ],
-)
-def test_what_cannot_be_is_refused_at_once(parts: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match=message):
+PUBLISHED = {"source": "x", "measure": "perplexity", "axes": ["method"]}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"axes": {"method": []}}, "'method'"),
+    ({"axes": {"method": "wanda"}}, "'method'.*'wanda'"),
+    ({"axes": {}}, "`axes`"),
+    ({"axes": None}, "`axes`"),
+    ({"axes": {"sparsity": ["70%", 0.7]}}, "'sparsity'.*'70%'"),
+    ({"axes": {"seed": {"one": 0, "another": 0}, "model": ["demo:opt"]}}, "'one, demo:opt'.*'another, demo:opt'"),
+    ({"axes": {"metod": ["wanda"]}}, "'metod'.*'method'"),
+    ({"axes": {"a": {"x": {"seed": 1}}, "seed": [2], "model": ["demo:opt"]}}, "'seed'"),
+    ({"axes": {"method": ["wanda", "sparsgpt"], "model": ["demo:opt"]}}, "'sparsgpt'.*'sparsegpt'"),
+    ({"recipe": FIELDS | {"effort": "fast"}, "axes": {"method": ["wanda", "magnitude"]}}, "`effort`.*wanda"),
+    ({"recipe": FIELDS | {"sparsity": ["50%", "60%"]}, "axes": {"seed": [0, 1]}}, "`sparsity`.*'60%'"),
+    ({"recipe": FIELDS | {"samples": [1, 2]}, "axes": {"seed": [0, 1]}}, r"`samples`.*\[1, 2\]"),
+    ({"recipe": "x"}, "`recipe`.*'x'"),
+    ({"samples": 3}, "`samples:`.*`recipe:`"),
+    ({"modle": "demo:opt"}, "'modle'.*'model'"),
+    ({"axis": {}}, "'axis'.*'axes'"),
+    ({"leave_out": [{"model": "demo:opt"}]}, "`leave_out:`"),
+    ({"leave_out": [{"modle": "x"}]}, "`leave_out:`.*'modle'"),
+    ({"columns": "speed"}, "`columns:`.*'speed'"),
+    ({"published": [PUBLISHED | {"values": {"wnada": 1}}]}, "`published:`.*'method': 'wnada'"),
+    ({"published": [PUBLISHED | {"values": {"wanda": "1"}}]}, "`published:`.*'wanda'.*'1'"),
+    ({"published": [PUBLISHED | {"values": {"wanda": 1}, "axes": ["method", "model"]}]}, "`published:`.*'wanda'.*1"),
+    ({"published": [{"source": "x"}]}, r"`published\.0\.measure`"),
+]
+
+
+@pytest.mark.parametrize(("parts", "named"), REFUSED)
+def test_what_cannot_be_is_refused_at_once(parts: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match=named):
         read_sweep(written(tmp_path, **parts))
 
 
@@ -149,9 +158,6 @@ def test_labels_of_truth_are_yaml_s(tmp_path: Path) -> None:
         written(tmp_path, axes={"model": ["demo:opt"], "keep_zeros": [True, False], "max_memory": [None, "1GiB"]})
     )
     assert (sweep.axes["keep_zeros"], sweep.axes["max_memory"]) == (("true", "false"), ("null", "1GiB"))
-
-
-FIELDS = {"model": "demo:opt", "calibration": "demo"}
 
 
 @pytest.mark.parametrize(
@@ -199,34 +205,12 @@ def test_settings_that_a_method_does_not_have_are_left_out_of_its_cells(
     assert read_sweep(again).cells == sweep.cells
 
 
-def test_settings_that_no_cell_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match="`effort` belongs to the method sparsellm, got the method wanda"):
-        read_sweep(written(tmp_path, recipe=FIELDS | {"effort": "fast"}, axes={"method": ["wanda", "magnitude"]}))
-
-
 def test_fields_of_a_recipe_may_stand_at_the_top(tmp_path: Path) -> None:
     parts = {"axes": {"sparsity": ["50%"]}, "smoke": {"samples": 1}}
     inside = read_sweep(written(tmp_path, recipe=FIELDS | {"method": "wanda", "samples": 3}, **parts))
     beside = read_sweep(written(tmp_path, recipe=None, **FIELDS, method="wanda", samples=3, **parts))
     assert beside == inside
     assert read_sweep(tmp_path / "sweep.yaml", smoke=True).cells[0].recipe.samples == 1
-    with pytest.raises(InvalidSetting, match="`samples:` stands both in `recipe:` and beside it"):
-        read_sweep(written(tmp_path, samples=3))
-    with pytest.raises(InvalidSetting, match=r"Unknown field 'modle'\. Did you mean 'model'"):
-        read_sweep(written(tmp_path, modle="demo:opt"))
-
-
-@pytest.mark.parametrize("place", ["top", "recipe"])
-@pytest.mark.parametrize(
-    ("field", "values"), [("method", ["wanda", "sparsegpt"]), ("sparsity", ["50%", "60%"]), ("samples", [1, 2])]
-)
-def test_several_values_outside_of_the_axes_are_told_where_they_belong(
-    place: str, field: str, values: list[Any], tmp_path: Path
-) -> None:
-    several = {field: values}
-    parts = {"recipe": FIELDS | several} if place == "recipe" else {"recipe": None, **FIELDS, **several}
-    with pytest.raises(InvalidSetting, match=f"`{field}:` has 2 values for one recipe. Move it below `axes:`"):
-        read_sweep(written(tmp_path, axes={"seed": [0, 1]}, **parts))
 
 
 def test_a_refused_cell_is_named(tmp_path: Path, command: Command) -> None:
@@ -378,14 +362,6 @@ def test_models_are_kept_where_asked(tiny: dict[str, Path], tmp_path: Path) -> N
     sweep = read_sweep(written(tmp_path, axes=axes, keep=True))
     run_sweep(sweep, tmp_path / "out", quiet)
     assert len(list((tmp_path / "out").glob("cells/*/model/model.safetensors"))) == 1
-
-
-def test_a_published_figure_must_have_its_cell(tmp_path: Path) -> None:
-    entry = {"source": "x", "measure": "perplexity", "axes": ["method"], "values": {"wnada": 1}}
-    with pytest.raises(InvalidSetting, match="unknown label of 'method': 'wnada'"):
-        read_sweep(written(tmp_path, published=[entry]))
-    with pytest.raises(InvalidSetting, match=r"`published\.0\.measure`: field required"):
-        read_sweep(written(tmp_path, published=[{"source": "x"}]))
 
 
 def test_a_saved_sweep_is_the_same(tmp_path: Path, tiny: dict[str, Path]) -> None:

@@ -204,7 +204,6 @@ def test_every_result_prints_in_two_or_three_lines(tiny: dict[str, Path], text_f
         (sparsellm.load_report, r"folder that a run wrote"),
         (sparsellm.report, r"folder that a run wrote"),
         (lambda model: sparsellm.recover(model, "demo:opt", "demo"), r"folder that a run wrote"),
-        (sparsellm.sweep, r"A sweep is a YAML file or its content as a mapping, got OPTForCausalLM"),
         (lambda model: sparsellm.inspect(model.to("meta")), r"model\.\S+ is not in memory"),
         (lambda _: sparsellm.inspect(3), r"a model of transformers in memory, got int\."),  # type: ignore[arg-type]
         (lambda _: sparsellm.prune(None), r"a model of transformers in memory, got NoneType\."),  # type: ignore[arg-type]

@@ -23,10 +23,10 @@ LINES = {
     "formats": 2_604,
     "methods": 2_233,
     "models": 2_172,
-    "pipeline": 11_489,
+    "pipeline": 11_495,
     "runtime": 1_463,
     "solvers": 2_517,
-    "studies": 3_986,
+    "studies": 3_963,
     "texts": 2_405,
     "training": 1_628,
 }

@@ -25,7 +25,7 @@ from sparsellm.pipeline.conversion import Observe, converted, finish
 from sparsellm.pipeline.exported import MAX_EXPORTED_GROUP, export_format
 from sparsellm.pipeline.output_folder import CARD, SCALES_FILE
 from sparsellm.pipeline.packed_documents import Source, copy_files, read_checked
-from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
+from sparsellm.pipeline.quantization_file import check_unrounded, exact_integers, read_scales
 from sparsellm.pipeline.saving import claimed
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import BITS_OF, IntegerFormat
@@ -114,7 +114,7 @@ def export(
     def quantize(key: str, weight: Tensor) -> Quantized:
         """The integers and scales of a layer."""
         if key in scales:
-            return _exact(source.name, key, weight, scales[key])
+            return exact_integers(key, weight, scales[key])
         return round_to_nearest(weight, export_format(schemes[key].bits))
 
     def convert(file: Path, writer: FileWriter) -> None:
@@ -202,14 +202,6 @@ def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], 
         group = 0 if sizes == {0} else math.gcd(*sizes, columns, MAX_EXPORTED_GROUP)
         common[parent, columns] = IntegerFormat(max(scheme.bits for scheme in together), group)
     return {name: common[keys[name]] for name in shapes}
-
-
-def _exact(model: str, key: str, weight: Tensor, scales: Scales) -> Quantized:
-    """The integers of a weight that is scales times integers. Raises BadCheckpoint if it is not."""
-    quantized = scales.quantized(weight)
-    if quantized is None:
-        raise BadCheckpoint(f"{model}: {key} is not its scales in {SCALES_FILE} times integers. Prune the model again.")
-    return quantized
 
 
 def _stored(key: str, quantized: Quantized, scheme: IntegerFormat, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -25,17 +25,24 @@ from sparsellm.checkpoints.packed_files import (
     metadata_of,
 )
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
+from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 from sparsellm.pipeline.conversion import Observe, converted, finish
 from sparsellm.pipeline.loading import open_source
-from sparsellm.pipeline.output_folder import CARD, SCALES_FILE, is_finished
+from sparsellm.pipeline.output_folder import CARD, is_finished
 from sparsellm.pipeline.outputs import read_output
 from sparsellm.pipeline.packed_card import dense_card, packed_card
 from sparsellm.pipeline.packed_documents import Source, copy_files, matrix_sizes, read_checked, report_of
 from sparsellm.pipeline.packed_sizes import Packed, Unpacked
-from sparsellm.pipeline.quantization_file import check_unrounded, read_scales, stamp, stored_scales, write_scales
+from sparsellm.pipeline.quantization_file import (
+    check_unrounded,
+    exact_integers,
+    read_scales,
+    stamp,
+    stored_scales,
+    write_scales,
+)
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report_differences import shape_difference
@@ -344,12 +351,8 @@ def format_of(values: Values, density: float) -> IntegerFormat:
 def quantize(name: str, tensor: Tensor, values: Values) -> tuple[Bitmask, PackedEntry]:
     """Return the matrix of a tensor, and what is stored of it besides; raise BadCheckpoint if its scales do not fit."""
     entry = PackedEntry(tuple(tensor.shape), dtype_name(tensor.dtype), "", transposed=values.transposed)
-    quantized = values.quantized(entry.matrix_of(tensor))
-    if quantized is None:
-        raise BadCheckpoint(
-            f"{name} is not what {SCALES_FILE} says, its scales times integers: it was changed since. "
-            f"Remove {SCALES_FILE} to pack the weights as they are."
-        )
+    weight = entry.matrix_of(tensor)
+    quantized = exact_integers(name, weight, values) if isinstance(values, Scales) else values.quantized(weight)
     # A kept weight that is rounded to 0 is removed: with an integer it would be the same number in more bits.
     matrix = Bitmask.from_quantized(quantized, quantized.integers != 0)
     return matrix, replace(entry, **vars(quantized.format))

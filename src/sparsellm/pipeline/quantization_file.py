@@ -23,7 +23,7 @@ from sparsellm.formats.integer_encoding import decode_scales
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
-from sparsellm.solvers.quantization import Scales
+from sparsellm.solvers.quantization import Quantized, Scales
 from sparsellm.texts.json_files import durable
 
 _METADATA = "sparsellm"
@@ -80,6 +80,17 @@ def read_scales(folder: Path) -> dict[str, Scales]:
             raise _damaged(f"{name[:80]}{_SUFFIX} must have finite bfloat16 numbers in two dimensions")
         scales[name] = Scales(tensor, IntegerFormat(entry.bits, entry.group_size), entry.transposed)
     return scales
+
+
+def exact_integers(name: str, weight: Tensor, scales: Scales) -> Quantized:
+    """The integers of a weight, (out, in), that is scales times integers. Raises BadCheckpoint if it is not."""
+    quantized = scales.quantized(weight)
+    if quantized is None:
+        raise BadCheckpoint(
+            f"{name} is not its scales in {SCALES_FILE} times integers: it was changed since. "
+            f"Get a sound copy, or remove {SCALES_FILE} to use the weights as they are."
+        )
+    return quantized
 
 
 def check_unrounded(name: str, scales: Mapping[str, Scales]) -> None:

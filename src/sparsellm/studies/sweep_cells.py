@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
-from pydantic import BaseModel, FiniteFloat, model_validator
+from pydantic import BaseModel, FiniteFloat
 
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.pipeline.recipe import Recipe
@@ -72,14 +72,6 @@ class Sweep(BaseModel, frozen=True):
     published: tuple[Published, ...] = ()
     smoke: bool = False
     ignored: str = ""
-
-    @model_validator(mode="after")
-    def _check_axes(self) -> Sweep:
-        if self.columns is not None and self.columns not in self.axes:
-            raise ValueError("`columns:` names no axis")
-        if any(cell.labels.keys() != self.axes.keys() for cell in self.cells):
-            raise ValueError("the labels of a cell do not match the axes")
-        return self
 
     def at(self, selection: Sequence[str]) -> list[Cell]:
         """The cells with the given labels.

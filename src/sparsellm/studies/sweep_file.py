@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.pipeline.recipe import Recipe
@@ -55,6 +55,7 @@ class _Entry(BaseModel, extra="forbid"):
 class _SweepFile(_Settings, coerce_numbers_to_str=True):
     """The content of a sweep file."""
 
+    axes: dict[str, Any] = Field(min_length=1)
     title: str = ""
     note: str = ""
     leave_out: list[dict[str, Any]] = []
@@ -82,7 +83,8 @@ def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, cha
         return _sweep(_SweepFile.model_validate(given), title, smoke=smoke, changes=changes)
     except ValidationError as error:
         fields = {*_SweepFile.model_fields, *_Entry.model_fields, *Recipe.model_fields}
-        raise InvalidSetting(f"{name}: {explain(error.errors()[0], fields)}") from None
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")  # perhaps a missing one, misspelled
+        raise InvalidSetting(f"{name}: {explain(first, fields)}") from None
     except InvalidSetting as error:
         error.add_note(f"in {name}")
         raise
@@ -98,11 +100,8 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
     shared = content.recipe | overrides.recipe
     full_axes = {axis: _points(axis, spec) for axis, spec in content.axes.items()}
     axes = full_axes | {axis: _points(axis, spec) for axis, spec in overrides.axes.items()}
-    if not axes:
-        raise InvalidSetting("The sweep has no axes. Write for example `axes:` with `method: [sparsegpt, alps]` below it.")
     for change in changes:
         _apply_change(change, shared, axes)
-    _check_single(shared)
     labels = {name: tuple(points) for name, points in axes.items()}
     if (count := prod(map(len, labels.values()))) > MAX_CELLS:
         raise InvalidSetting(
@@ -116,22 +115,10 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
     return Sweep(title=content.title or title, axes=labels, cells=tuple(cells), published=published, **display)
 
 
-def _check_single(shared: Mapping[str, Any]) -> None:
-    """Raise InvalidSetting for several values of a field that all cells share, unless the field itself holds several."""
-    for name, value in shared.items():
-        holds_several = name not in Recipe.model_fields or get_origin(Recipe.model_fields[name].annotation) is tuple
-        if isinstance(value, list) and not holds_several:
-            raise InvalidSetting(
-                f"`{name}:` has {len(value)} values for one recipe. Move it below `axes:` for a cell with each."
-            )
-
-
 def _points(axis: str, spec: Any) -> Points:
     """The values of an axis by label: a list of values of the field that the axis is named after, or a mapping by label."""
-    if not spec:
-        raise InvalidSetting(f"The axis {axis!r} is empty. Give it at least one value, or leave it out.")
-    if not isinstance(spec, (list, dict)):
-        raise InvalidSetting(f"The axis {axis!r} must be a list or `label: fields` lines, got {spec!r}.")
+    if not spec or not isinstance(spec, (list, dict)):
+        raise InvalidSetting(f"The axis {axis!r} must be a list of values, or `label: fields` lines, got {spec!r}.")
     points: Points = {}
     for item in spec:
         value = spec[item] if isinstance(spec, dict) else item
