@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -68,63 +69,68 @@ def test_wrong_input_is_one_message(
     assert not (tmp_path / "new").exists()
 
 
-def test_damaged_packed_models_are_refused(packed: Path, tmp_path: Path) -> None:
-    """A later version, a file that is cut off, and tensors, packed and dense, whose checksums differ."""
-    folder = tmp_path / "packed"
-    weights = (packed / "model.safetensors").read_bytes()
-
-    def fresh() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(packed, folder)
-
-    fresh()
+def later_version(folder: Path) -> None:
+    """Say that the model is packed in a version that does not exist yet."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["version"] = 2
     (folder / "config.json").write_text(json.dumps(config))
-    for read in (lambda: sparsellm.unpack(folder, tmp_path / "new"), lambda: sparsellm.inspect(folder)):
-        with pytest.raises(UnsupportedModel, match="version 2 of the format, and this sparsellm reads version 1"):
-            read()
-    fresh()
-    (folder / "model.safetensors").write_bytes(weights[:-100])
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is damaged or cut off"):
-        sparsellm.unpack(folder, tmp_path / "new")
-    with pytest.raises(VerificationFailed, match="is damaged or cut off"):
-        sparsellm.verify(folder)
-    fresh()
-    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    with pytest.raises(
-        BadCheckpoint, match=r"packed: model\.safetensors: model\.\S+ has another checksum than when it was packed"
-    ):
-        sparsellm.unpack(folder, tmp_path / "new")
-    with pytest.raises(VerificationFailed, match=r"model\.safetensors was changed since"):
-        sparsellm.verify(folder)
-    fresh()
+
+
+def flipped(folder: Path, position: int = -1) -> None:
+    """Change a bit of the weight file."""
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[position] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def dense_flipped(folder: Path) -> None:
+    """Change a bit of a tensor that is not packed."""
     stored, entries = locate_all(folder / "model.safetensors")
-    position = next(start for name, (header, start) in stored.items() if name not in entries and header.shape[1:])
-    (folder / "model.safetensors").write_bytes(weights[:position] + bytes([weights[position] ^ 1]) + weights[position + 1 :])
-    with pytest.raises(VerificationFailed, match=r"model\.\S+ is not as it was when it was packed: .*packed is damaged"):
-        sparsellm.unpack(folder, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    flipped(folder, next(start for name, (header, start) in stored.items() if name not in entries and header.shape[1:]))
 
 
-def test_a_packed_tensor_that_is_not_listed_is_refused(packed: Path, tmp_path: Path) -> None:
-    """Its parts would be read as tensors of their own; a list that names another one twice has lost one."""
-    folder = shutil.copytree(packed, tmp_path / "packed")
-    content = (packed / "model.safetensors").read_bytes()
+def listed(folder: Path, change: Callable[[dict[str, Any]], str]) -> None:
+    """Change the list of packed tensors."""
+    content = (folder / "model.safetensors").read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
-    listed = json.loads(header["__metadata__"]["sparsellm"])
-    (first, entry), *rest = listed.items()
-    twice = f'{{"{first}": {json.dumps(entry)}, {json.dumps(listed)[1:]}'
-    for text, message in {
-        json.dumps(dict(rest)): f"it does not list {first}, of which it holds the parts",
-        twice: f"its list of packed tensors (it names '{first}' twice)",
-    }.items():
-        header["__metadata__"]["sparsellm"] = text
-        changed = json.dumps(header).encode()
-        (folder / "model.safetensors").write_bytes(len(changed).to_bytes(8, "little") + changed + content[end:])
-        with pytest.raises(BadCheckpoint, match=re.escape(message)):
-            sparsellm.unpack(folder, tmp_path / "new")
+    header["__metadata__"]["sparsellm"] = change(json.loads(header["__metadata__"]["sparsellm"]))
+    changed = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(changed).to_bytes(8, "little") + changed + content[end:])
+
+
+def without_first(entries: dict[str, Any]) -> str:
+    """A list without its first tensor, whose parts would be read as tensors of their own."""
+    return json.dumps(dict(list(entries.items())[1:]))
+
+
+def first_twice(entries: dict[str, Any]) -> str:
+    """A list that names its first tensor twice, and has lost another one if it is read as a mapping."""
+    first = next(iter(entries))
+    return f'{{"{first}": {json.dumps(entries[first])}, {json.dumps(entries)[1:]}'
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        (later_version, UnsupportedModel, "version 2"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 40_000), BadCheckpoint, r"model\.safetensors"),
+        (flipped, BadCheckpoint, r"model\.safetensors: model\.\S+ .*checksum"),
+        (dense_flipped, VerificationFailed, r"model\.\S+ .*packed"),
+        (lambda folder: listed(folder, without_first), BadCheckpoint, r"model\.safetensors .*model\.\S+weight"),
+        (lambda folder: listed(folder, first_twice), BadCheckpoint, r"model\.safetensors .*'model\.\S+weight' twice"),
+    ],
+)
+def test_damaged_packed_models_are_refused(
+    change: Callable[[Path], object], error: type[Exception], named: str, packed: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(packed, tmp_path / "packed"))
+    change(folder)
+    with pytest.raises(error, match=named):
+        sparsellm.unpack(folder, tmp_path / "new")
+    with pytest.raises(VerificationFailed):
+        sparsellm.verify(folder)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("values", [None, "int8"])
@@ -151,18 +157,18 @@ def test_shapes_are_compared_before_tensors_are_decoded(values: str | None, outp
             partial(sparsellm.inspect, folder),
             partial(sparsellm.load, folder),
         ):
-            with pytest.raises(BadCheckpoint, match=rf"{key} of shape \(.*\) cannot be in [\d,]+ bytes\. Get a sound copy"):
+            with pytest.raises(BadCheckpoint, match=rf"{key} .*bytes"):
                 read()
-        with pytest.raises(VerificationFailed, match="cannot be in"):
+        with pytest.raises(VerificationFailed, match=key):
             sparsellm.verify(folder)
     with mock.patch.object(tensor_index, "decode_tensor", side_effect=AssertionError("it was decoded")):
         write([right[0] * 2, right[1]])
-        with pytest.raises(VerificationFailed, match=rf"1 difference: {key} has the shape .* where the report says"):
+        with pytest.raises(VerificationFailed, match=rf"{key} .*shape"):
             sparsellm.verify(folder)
-    with pytest.raises(VerificationFailed, match=f"{key} is not as it was when it was packed"):
+    with pytest.raises(VerificationFailed, match=key):
         sparsellm.unpack(folder, new)
     (folder / "sparsellm.json").unlink()
-    with pytest.raises(BadCheckpoint, match=rf"{key} is \(.*\), but the configuration calls for"):
+    with pytest.raises(BadCheckpoint, match=rf"{key} .*configuration"):
         sparsellm.unpack(folder, new)
     assert not new.exists()
 
@@ -180,7 +186,7 @@ def test_group_sizes_that_no_kernel_counts_are_refused(size: int, outputs: dict[
     entries[key]["group_size"] = size
     save_file(load_file(file), file, metadata | {"sparsellm": json.dumps(entries)})
     for read in (AutoModelForCausalLM.from_pretrained, sparsellm.load, sparsellm.inspect):
-        with pytest.raises(BadCheckpoint, match=rf"{re.escape(key)} has 4 bits in groups of {size}"):
+        with pytest.raises(BadCheckpoint, match=rf"{re.escape(key)} .*{size}"):
             read(folder)
 
 
@@ -191,7 +197,7 @@ def test_headers_are_checked_before_they_are_read(length: int, packed: Path, tmp
     content = (packed / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(length.to_bytes(8, "little") + content[8:])
     for read in (AutoModelForCausalLM.from_pretrained, sparsellm.load, sparsellm.inspect):
-        with pytest.raises(BadCheckpoint, match=r"model\.safetensors is damaged or cut off"):
+        with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
             read(folder)
 
 
@@ -209,7 +215,7 @@ def test_tensors_larger_than_the_model_are_not_decoded(name: str, outputs: dict[
         save_file(load_file(file), file, metadata | changed)
         with mock.patch.object(packed_checkpoint, "decode_matrix", side_effect=AssertionError("it was decoded")):
             for load in (AutoModelForCausalLM.from_pretrained, sparsellm.load):
-                with pytest.raises(BadCheckpoint, match=rf"{re.escape(key)} is \(262144, 1\)|cannot be in"):
+                with pytest.raises(BadCheckpoint, match=re.escape(key)):
                     load(folder)
 
 
@@ -220,11 +226,11 @@ def test_changed_models_are_refused(outputs: dict[str, Path], tmp_path: Path) ->
     tensors = load_file(folder / "model.safetensors")
     tensors["model.decoder.layers.0.fc1.weight"][0, 0] += 1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(VerificationFailed, match=r"fc1\.weight were changed since"):
+    with pytest.raises(VerificationFailed, match=r"fc1\.weight"):
         sparsellm.pack(folder, tmp_path / "packed")
     tensors["model.decoder.layers.0.fc1.weight"][0, 0] = torch.inf
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BadCheckpoint, match=r"holds NaN or infinity in model\.decoder\.layers\.0\.fc1\.weight"):
+    with pytest.raises(BadCheckpoint, match=r"NaN.*model\.decoder\.layers\.0\.fc1\.weight"):
         sparsellm.pack(folder, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
 

@@ -579,5 +579,5 @@ def test_layers_that_were_loaded_wrongly_are_refused(
         return {name: part + 1 if name.endswith("row_starts") else part for name, part in running_form(*arguments).items()}
 
     monkeypatch.setattr(weight_converter.PackedConverter, "_running_form", wrong)
-    with pytest.raises(BadCheckpoint, match=r"model\.layers\.0\.\S+_proj: .*`row_starts`"):
+    with pytest.raises(InvalidSetting, match="`row_starts`"):
         AutoModelForCausalLM.from_pretrained(packed_models()[1])

@@ -337,35 +337,64 @@ def sound(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return pruned(tiny["llama"], tmp_path_factory.mktemp("pruned") / "llama")
 
 
-def test_what_cannot_be_recovered(tiny: dict[str, Path], sound: Path, tmp_path: Path) -> None:
+def doubled(dense: Path, folder: Path) -> Path:
+    """A dense model whose weights are twice those of another."""
+    shutil.copytree(dense, folder)
+    found = tensors(folder)
+    save_file({key: 2 * tensor for key, tensor in found.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def other_words(dense: Path, folder: Path) -> Path:
+    """A dense model with another word in its tokenizer."""
+    shutil.copytree(dense, folder)
+    words = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(words.replace('"A": ', '"swapped": ', 1))
+    return folder
+
+
+def without_weights(folder: Path) -> Path:
+    """A pruned checkpoint without its weight file."""
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+Make = Callable[[dict[str, Path], Path], Path]
+REFUSED: list[tuple[Make | None, Make | None, dict[str, Any], type[Exception], str]] = [
+    (lambda tiny, _: tiny["llama"], None, {}, InvalidSetting, "not written by sparsellm"),
+    (lambda _, folder: folder / "nowhere", None, {}, InvalidSetting, "nowhere"),
+    (lambda tiny, folder: pruned(tiny["llama"], folder / "none", sparsity="0%"), None, {}, InvalidSetting, "none has no zeros"),
+    (lambda _, folder: damaged(folder / "copy"), None, {}, VerificationFailed, "up_proj"),
+    (lambda _, folder: without_weights(folder / "copy"), None, {}, BadCheckpoint, r"model\.safetensors"),
+    (None, lambda tiny, _: tiny["opt"], {}, InvalidSetting, "opt.*`against`"),
+    (None, lambda tiny, folder: doubled(tiny["llama"], folder / "other"), {}, VerificationFailed, "embed_tokens.*dense model"),
+    (None, lambda tiny, folder: other_words(tiny["llama"], folder / "other"), {}, InvalidSetting, "tokenizers.*'A'.*`against`"),
+    (None, None, {"scope": "modle"}, InvalidSetting, "`scope`.*'model'"),
+    (None, None, {"steps": 0}, InvalidSetting, "`steps`"),
+    (None, None, {"patience": 10}, InvalidSetting, "`patience`"),
+    (None, None, {"lora_rank": 4}, InvalidSetting, "`lora_rank`.*`train`"),
+    (None, None, {"train": "lora", "lora_targets": "upp_proj"}, InvalidSetting, "`lora_targets`.*'upp_proj'.*'up_proj'"),
+    (None, None, {"sparsity": "50%"}, InvalidSetting, "'sparsity'"),
+]
+
+
+@pytest.mark.parametrize(("pruned_by", "dense_by", "settings", "error", "named"), REFUSED)
+def test_what_cannot_be_recovered(
+    pruned_by: Make | None,
+    dense_by: Make | None,
+    settings: dict[str, Any],
+    error: type[Exception],
+    named: str,
+    tiny: dict[str, Path],
+    sound: Path,
+    tmp_path: Path,
+) -> None:
     """One sentence that says what was got, before any weight is trained."""
-    dense = tiny["llama"]
-    with pytest.raises(InvalidSetting, match="was not written by sparsellm"):
-        recover(dense, dense, TOKENS)
-    with pytest.raises(InvalidSetting, match="is not a folder"):
-        recover(tmp_path / "nowhere", dense, TOKENS)
-    with pytest.raises(InvalidSetting, match="has no zeros to keep"):
-        recover(pruned(dense, tmp_path / "none", sparsity="0%"), dense, TOKENS)
-    with pytest.raises(InvalidSetting, match=r"was not made from .*opt.*`against`"):
-        recover(sound, tiny["opt"], TOKENS)
-    other = tmp_path / "other"
-    shutil.copytree(dense, other)
-    found = load_file(other / "model.safetensors")
-    save_file({key: 2 * tensor for key, tensor in found.items()}, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(VerificationFailed, match="differs from the dense model's"):
-        recover(sound, other, TOKENS)
-    shutil.copytree(sound, tmp_path / "changed")
-    with pytest.raises(VerificationFailed, match="up_proj"):
-        recover(damaged(tmp_path / "changed"), dense, TOKENS)
-    (tmp_path / "changed" / "model.safetensors").unlink()
-    with pytest.raises(BadCheckpoint, match="lacks 1 of the files"):
-        recover(tmp_path / "changed", dense, TOKENS)
-    with pytest.raises(InvalidSetting, match="'model'"):
-        recover(sound, dense, TOKENS, scope="modle")  # type: ignore[arg-type]
-    with pytest.raises(InvalidSetting, match="`steps`"):
-        recover(sound, dense, TOKENS, steps=0)
-    with pytest.raises(InvalidSetting, match="Unknown field 'sparsity'"):
-        recover(sound, dense, TOKENS, sparsity="50%")
+    shutil.copytree(sound, tmp_path / "copy")
+    checkpoint = pruned_by(tiny, tmp_path) if pruned_by else sound
+    dense = dense_by(tiny, tmp_path) if dense_by else tiny["llama"]
+    with pytest.raises(error, match=named):
+        recover(checkpoint, dense, TOKENS, **settings)
 
 
 def test_what_the_command_refuses(

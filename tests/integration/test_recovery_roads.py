@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from itertools import product
 from multiprocessing.context import ForkServerContext
@@ -148,14 +147,12 @@ def test_zeros_stay_and_only_what_is_trained_changes(
 
 
 def test_low_rank_changes_of_some_layers(folders: dict[str, Path], loud: dict[str, Path]) -> None:
-    """Only layers that `lora_targets` names change; one that matches none is refused with the nearest name."""
+    """Only layers that `lora_targets` names change."""
     before = tensors(folders["llama"])
     settings = {"train": "lora", "lora_targets": ["up_proj", "*.0.mlp.down_proj"], "lora_rank": 2, **SETTINGS}
     state = recover(folders["llama"], loud["llama"], TOKENS, **settings).model.state_dict()
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, state[name])}
     assert moved == {f"model.layers.{n}.mlp.up_proj.weight" for n in range(3)} | {"model.layers.0.mlp.down_proj.weight"}
-    with pytest.raises(InvalidSetting, match=r"`lora_targets` got 'upp_proj', which matches no layer. Did you mean 'up_proj'"):
-        recover(folders["llama"], loud["llama"], TOKENS, **{**settings, "lora_targets": "upp_proj"})
 
 
 @pytest.mark.parametrize("scope", ["model", "block"])
@@ -192,20 +189,6 @@ def test_the_report_has_three_perplexities_and_the_curve(
     page = report_page(out)[0]
     assert "Training" in page
     assert "before the recovery" in page
-
-
-def test_what_training_refuses(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
-    """One sentence for each, before weights are read."""
-    sound, dense = folders["llama"], loud["llama"]
-    with pytest.raises(InvalidSetting, match=r"`lora_rank` and `lora_targets` are for `train` lora, got full"):
-        recover(sound, dense, TOKENS, lora_rank=4)
-    with pytest.raises(InvalidSetting, match=r"`patience`: input should be less than 10, got 10"):
-        recover(sound, dense, TOKENS, patience=10)
-    other = Path(shutil.copytree(dense, tmp_path / "other"))
-    words = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(words.replace('"A": ', '"swapped": ', 1))
-    with pytest.raises(InvalidSetting, match=r"The tokenizers of .* differ: the token 'A' is 32 in the first and None"):
-        recover(sound, other, TOKENS)
 
 
 def test_a_loss_that_turns_nan_is_told(

@@ -252,26 +252,22 @@ def test_a_report_names_the_metric_of_each_task(
 
 @WITH
 @pytest.mark.parametrize(
-    ("task", "error", "message"),
+    ("task", "error", "named"),
     [
-        ("choice_nrm", InvalidSetting, r"`task` is unknown: got 'choice_nrm'\. Did you mean 'choice_norm' or "),
-        (
-            "zzzzzzz",
-            InvalidSetting,
-            r"`task` is unknown: got 'zzzzzzz'\. 'lm-eval ls tasks' lists all; one of your own is a \.yaml file\.",
-        ),
-        ("unsafe", InvalidSetting, "task unsafe runs code that the model writes"),
-        ("absent", Unreachable, r"data of the task absent cannot be loaded \(.*some/where.*\)\. Run once with a network"),
+        ("choice_nrm", InvalidSetting, "`task`.*'choice_nrm'.*'choice_norm'"),
+        ("zzzzzzz", InvalidSetting, "`task`.*'zzzzzzz'.*lm-eval ls tasks"),
+        ("unsafe", InvalidSetting, "unsafe runs code"),
+        ("absent", Unreachable, "absent .*some/where.*network"),
     ],
 )
 def test_a_task_that_cannot_run_is_refused_before_any_work(
-    task: str, error: type[Exception], message: str, tiny: dict[str, Path], own_tasks: Any, monkeypatch: pytest.MonkeyPatch
+    task: str, error: type[Exception], named: str, tiny: dict[str, Path], own_tasks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def weights_are_read(*_: object, **__: object) -> None:
         raise AssertionError("the weights are read")
 
     monkeypatch.setattr("sparsellm.pipeline.evaluate.load_model", weights_are_read)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=named):
         evaluate(str(tiny["opt"]), task=task)
 
 
@@ -299,19 +295,19 @@ def test_a_task_of_one_s_own_is_a_file(
 
 @WITH
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        (None, r"There is no file .*mine\.yaml\. Name a task of lm-eval, or the file of one"),
-        ("[1", r"lm-eval cannot read the data of the task .*mine\.yaml .*: look at the file, and at the fields of its data"),
-        ("{doc_to_text: x}", r"lm-eval cannot read the data of the task .*mine\.yaml .*: look at the file"),
-        ("{group: mine, task: [choice_acc]}", r"lm-eval cannot read the data of the task .*mine\.yaml .*: look at the file"),
-        (CHOICE | {"task": "choice_acc"}, "choice_acc and .*mine.yaml are both a task named choice_acc. Rename one"),
-        (CHOICE | {"task": "mine", "unsafe_code": True}, "task mine runs code that the model writes"),
-        (CHOICE | {"task": "mine", "test_split": "no"}, r"data of the task .*mine\.yaml"),
+        (None, r"mine\.yaml"),
+        ("[1", r"mine\.yaml"),
+        ("{doc_to_text: x}", r"mine\.yaml"),
+        ("{group: mine, task: [choice_acc]}", r"mine\.yaml"),
+        (CHOICE | {"task": "choice_acc"}, "mine.yaml .*choice_acc"),
+        (CHOICE | {"task": "mine", "unsafe_code": True}, "mine runs code"),
+        (CHOICE | {"task": "mine", "test_split": "no"}, r"mine\.yaml"),
     ],
 )
 def test_a_file_without_a_task_is_told_before_any_work(
-    content: Any, message: str, tiny: dict[str, Path], own_tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: Any, named: str, tiny: dict[str, Path], own_tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path / "mine.yaml"
     if isinstance(content, dict):
@@ -320,7 +316,7 @@ def test_a_file_without_a_task_is_told_before_any_work(
     if content is not None:
         mine.write_text(content, encoding="utf-8")
     monkeypatch.setattr("sparsellm.pipeline.evaluate.load_model", lambda *_, **__: pytest.fail("the weights are read"))
-    with pytest.raises((InvalidSetting, BadText), match=message):
+    with pytest.raises((InvalidSetting, BadText), match=named):
         evaluate(str(tiny["opt"]), task=["choice_acc", str(mine)])
 
 
@@ -339,30 +335,28 @@ def test_a_sweep_measures_a_changed_task_again(tiny: dict[str, Path], own_tasks:
 
 
 @WITH
-def test_local_files_are_for_the_paper_s_tasks_only(own_tasks: Any, questions: Path) -> None:
-    with pytest.raises(InvalidSetting, match=r"`task_data` can hold the tasks boolq, .*, not choice_acc"):
-        prepare_tasks(["boolq", "choice_acc"], str(questions))
-
-
-@WITH
-def test_a_task_without_its_data_is_told_before_any_work(tiny: dict[str, Path], questions: Path, command: Command) -> None:
-    words = ["--method", "magnitude", "--task", "rte", "--task-data", questions]
-    done = command("prune", tiny["opt"], questions / "out", *words)
-    assert done.exit_code == 1
-    assert "The task rte has no data: none of" in done.stderr
-    assert "rte*validation*.jsonl" in done.stderr
-    (questions / "boolq_validation_2.jsonl").write_text("{}", encoding="utf-8")
-    with pytest.raises(BadText, match="2 files of"):
-        prepare_tasks(["boolq"], str(questions))
-    (questions / "rte_validation.jsonl").write_text("", encoding="utf-8")
-    with pytest.raises(BadText, match="cannot be read"):
-        prepare_tasks(["rte"], str(questions))
+@pytest.mark.parametrize(
+    ("file", "content", "tasks", "error", "named"),
+    [
+        (None, "", ["boolq", "choice_acc"], InvalidSetting, "`task_data`.*choice_acc"),
+        (None, "", ["rte"], BadText, r"rte\*validation\*\.jsonl"),
+        ("boolq_validation_2.jsonl", "{}", ["boolq"], BadText, r"boolq\*validation\*\.jsonl"),
+        ("rte_validation.jsonl", "", ["rte"], BadText, r"rte_validation\.jsonl"),
+    ],
+)
+def test_local_files_that_are_no_task_are_told_before_any_work(
+    file: str | None, content: str, tasks: list[str], error: type[Exception], named: str, own_tasks: Any, questions: Path
+) -> None:
+    if file is not None:
+        (questions / file).write_text(content, encoding="utf-8")
+    with pytest.raises(error, match=named):
+        prepare_tasks(tasks, str(questions))
 
 
 @WITH
 def test_other_fields_are_told(tiny: dict[str, Path], questions: Path) -> None:
     (questions / "rte_validation.jsonl").write_text('{"premise": "a", "hypothesis": "b"}\n', encoding="utf-8")
-    with pytest.raises(BadText, match="fields must be as on the hub"):
+    with pytest.raises(BadText, match=r"rte .*fields"):
         evaluate(str(tiny["opt"]), task=["rte"], task_data=str(questions))
 
 

@@ -111,12 +111,9 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
 
         Saving reverts it.
         """
-        for path, module in model.named_modules():
+        for module in model.modules():
             if isinstance(module, PackedLinear):
-                try:
-                    module.check()
-                except InvalidSetting as error:
-                    raise BadCheckpoint(f"{path}: {error}") from None
+                module.check()
             if type(module) is nn.Linear and kernels.instruction_sets():
                 module.__class__ = DenseLinear
         self._conversions, model._weight_conversions = model._weight_conversions, []
