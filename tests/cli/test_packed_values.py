@@ -23,6 +23,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.pipeline import packed_documents, packing
 from sparsellm.pipeline.quantization_file import read_scales
 from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
+from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
 
@@ -102,22 +103,17 @@ def test_a_model_that_is_not_its_scales_times_integers_is_refused(outputs: dict[
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (("--values", "int5"), "--values got 'int5'; it must be int8, int4, int3."),
-        (("--values", "int4", "--group-size", "100"), "--group-size must be a multiple of 64"),
-        (("--values", "int4", "--group-size", "-64"), "--group-size must be a multiple of 64"),
-        (("--group-size", "64"), "--group-size goes with --values"),
+        (("--values", "int5"), ("--values", "'int5'")),
+        (("--values", "int4", "--group-size", "100"), ("--group-size", "100")),
+        (("--group-size", "64"), ("--group-size", "--values")),
     ],
 )
 def test_impossible_values_are_one_message(
-    words: tuple[str, ...], message: str, outputs: dict[str, Path], tmp_path: Path, command: Command
+    words: tuple[str, ...], named: tuple[str, ...], outputs: dict[str, Path], tmp_path: Path, command: Command
 ) -> None:
-    result = command("pack", outputs["opt"], tmp_path / "new", *words)
-    assert result.exit_code == 1
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert message in errors[0]
+    refused(command("pack", outputs["opt"], tmp_path / "new", *words), *named)
     assert not (tmp_path / "new").exists()
 
 
@@ -128,17 +124,17 @@ def test_models_quantized_by_other_software_are_refused(method: str, tiny: dict[
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
     for values in (None, "int4"):
-        with pytest.raises(InvalidSetting, match=rf"is quantized already \({method}\)\. Pack the plain checkpoint"):
+        with pytest.raises(InvalidSetting, match=rf"quantized.*{method}"):
             sparsellm.pack(folder, tmp_path / "new", values=values)
     assert not (tmp_path / "new").exists()
 
 
 def test_models_quantized_already_are_not_rounded_again(outputs: dict[str, Path], tmp_path: Path) -> None:
     sparsellm.pack(outputs["opt"], tmp_path / "packed", values="int8")
-    with pytest.raises(InvalidSetting, match="is packed already"):
+    with pytest.raises(InvalidSetting, match="packed already"):
         sparsellm.pack(tmp_path / "packed", tmp_path / "new", values="int4")
     sparsellm.unpack(tmp_path / "packed", tmp_path / "back")
-    with pytest.raises(InvalidSetting, match="is quantized already, to int8, and `values` would round it again"):
+    with pytest.raises(InvalidSetting, match=r"int8.*`values`"):
         sparsellm.pack(tmp_path / "back", tmp_path / "new", values="int4")
 
 

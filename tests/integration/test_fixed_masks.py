@@ -163,10 +163,10 @@ def test_a_compiled_model_keeps_its_zeros() -> None:
 
 def test_models_without_zeros_and_weights_that_others_hold_are_refused() -> None:
     dense = nn.Linear(4, 4)
-    with pytest.raises(InvalidSetting, match="The model has no zeros to keep"):
+    with pytest.raises(InvalidSetting, match="no zeros"):
         FixedMasks(dense)
     masks = FixedMasks(pruned_model())
-    with pytest.raises(InvalidSetting, match=r"has no parameter model\.layers"):
+    with pytest.raises(InvalidSetting, match=r"model\.layers"):
         masks.attach(dense)
     dense.weight.ds_id = 0
     with pytest.raises(UnsupportedModel) as caught:
@@ -297,7 +297,7 @@ def test_trainer_restores_zeros_after_each_step_and_checks_them_at_the_end(tmp_p
     during.on_pre_optimizer_step = fill
     afterwards.on_step_end = fill
     assert same_zeros(zeros_of(pruned_model()), zeros_of(train(pruned_model(), arguments(tmp_path), during).model))
-    with pytest.raises(VerificationFailed, match="pruned weights are not zero after training"):
+    with pytest.raises(VerificationFailed, match="not zero"):
         train(pruned_model(), arguments(tmp_path), afterwards)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -335,18 +336,46 @@ def test_packed_model_is_not_pruned(packed_models: Callable[..., tuple[Path, Pat
         sparsellm.prune(sparsellm.load(folder), "magnitude", "2:4", tokenizer=byte_tokenizer())
 
 
-def test_dense_folder_and_later_version_are_refused(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
-    dense, packed = packed_models()
-    with pytest.raises(BadCheckpoint, match="is not packed"):
-        sparsellm.load(dense)
-    later = tmp_path / "later"
-    shutil.copytree(packed, later)
-    fields = json.loads((later / "config.json").read_text())
-    fields["quantization_config"]["version"] = 2
-    (later / "config.json").write_text(json.dumps(fields))
+def later_version(folder: Path) -> None:
+    """Say that the model is packed in a version that does not exist yet."""
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"version": 1', '"version": 2'))
+
+
+def short_part(folder: Path) -> None:
+    """Cut off the last byte of a part of the first packed layer."""
+    with safe_open(folder / "model.safetensors", framework="pt") as stream:
+        metadata = stream.metadata()
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file(tensors | {name: tensors[name][:-1].clone()}, folder / "model.safetensors", metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        (later_version, UnsupportedModel, "version 2"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 20_000), BadCheckpoint, r"model\.safetensors"),
+        (short_part, BadCheckpoint, r"layers\.0\..*q_proj\.weight: weight has"),
+    ],
+)
+def test_damaged_models_are_not_loaded(
+    change: Callable[[Path], object],
+    error: type[Exception],
+    named: str,
+    packed_models: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(packed_models()[1], tmp_path / "packed"))
+    change(folder)
     for load in (sparsellm.load, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(UnsupportedModel, match="version 2"):
-            load(later)
+        with pytest.raises(error, match=named):
+            load(folder)
+
+
+def test_a_dense_model_is_not_loaded_as_a_packed_one(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    with pytest.raises(BadCheckpoint, match="packed"):
+        sparsellm.load(packed_models()[0])
 
 
 def test_experts_are_said_to_be_dense(
@@ -363,32 +392,6 @@ def test_experts_are_said_to_be_dense(
     assert re.match(said, logged[1])
     sparsellm.load(packed_models("opt")[1])
     assert not [warning for warning in recwarn.list if issubclass(warning.category, UserWarning)]
-
-
-def test_truncated_file_is_refused(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
-    folder = tmp_path / "cut"
-    shutil.copytree(packed_models()[1], folder)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-1])
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is damaged or cut off"):
-        sparsellm.load(folder)
-
-
-def test_damaged_part_is_named(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    folder = tmp_path / "damaged"
-    shutil.copytree(packed_models()[1], folder)
-    file = folder / "model.safetensors"
-    with safe_open(file, framework="pt") as stream:
-        metadata = stream.metadata()
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("q_proj.weight"))
-    tensors[name] = tensors[name][:-1].clone()
-    save_file(tensors, file, metadata)
-    with pytest.raises(BadCheckpoint, match=rf"{name}: weight has"):
-        sparsellm.load(folder)
 
 
 def test_transformers_without_this_package_raises(packed_models: Callable[..., tuple[Path, Path]]) -> None:
@@ -495,7 +498,7 @@ def test_scales_that_were_cast_in_place_are_refused(packed_models: Callable[...,
     model = sparsellm.load(packed_models("llama", torch.bfloat16, values="int4")[1])
     for layer in packed_layers(model):
         layer.scales.data = layer.scales.data.float()
-    with pytest.raises(InvalidSetting, match=r"scales of a packed matrix are torch\.float32"), torch.no_grad():
+    with pytest.raises(InvalidSetting, match=r"scales .*float32"), torch.no_grad():
         model(prompts()[:1, :4])
 
 

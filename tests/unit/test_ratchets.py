@@ -20,7 +20,7 @@ LINES = {
     "checkpoints": 4_206,
     "cli": 2_015,
     "evaluation": 1_055,
-    "formats": 2_601,
+    "formats": 2_596,
     "methods": 2_233,
     "models": 2_172,
     "pipeline": 11_495,

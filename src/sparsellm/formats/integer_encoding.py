@@ -86,13 +86,10 @@ def _encode_integers(integers: Integers, format: IntegerFormat, archive: bool, *
 
 def decode_integers(stored: Mapping[str, Bytes], format: IntegerFormat, count: int, *, masked: bool) -> Integers:
     """Return `count` integers, of removed weights too unless they are `masked`. Raises BadCheckpoint for damaged ones."""
-    stored, bits = dict(stored), format.bits
-    deflated = "weight_deflated" in stored
-    if deflated and len(stored.pop("weight", ())):
-        raise BadCheckpoint("weight and weight_deflated both hold integers: the packed weight is damaged.")
+    bits = format.bits
     if bits == 8:
         integers = read_part(stored, "weight", count).view(np.int8)
-    elif bits == 4 or deflated:
+    elif bits == 4 or "weight_deflated" in stored:
         halves = split_halves(read_part(stored, "weight", -(-count // 2)), count)
         integers = (halves ^ 8).view(np.int8) - np.int8(8)
     else:

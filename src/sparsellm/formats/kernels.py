@@ -97,12 +97,11 @@ def packed_linear(
         result: Tensor = operator(x, mask, values, row_starts, **options)
         return result
     shape = x.shape
-    if shape[-1] != columns:
-        raise InvalidSetting(f"x has {shape[-1]} columns, and the packed matrix {columns}.")
-    if x.device != mask.device:
-        raise InvalidSetting(f"x is on {x.device}, and the packed matrix on {mask.device}. Move one to the other.")
-    if x.dtype not in DTYPES:
-        raise InvalidSetting(f"x is {x.dtype}; float32, bfloat16 or float16 is needed.")
+    if shape[-1] != columns or x.device != mask.device or x.dtype not in DTYPES:
+        raise InvalidSetting(
+            f"x is {x.dtype} with {shape[-1]} columns on {x.device}; float32, bfloat16 or float16 with {columns} columns on "
+            f"{mask.device} is needed."
+        )
     if scales is not None and scales.dtype is not torch.bfloat16:  # cast in place since it was checked
         raise InvalidSetting(
             f"The scales of a packed matrix are {scales.dtype}; torch.bfloat16 is needed. Load the weight again."

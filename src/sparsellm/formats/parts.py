@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -91,11 +92,9 @@ def read_part(stored: Mapping[str, Bytes], name: str, length: int, *, exact: boo
     deflated = stored.get(f"{name}_deflated")
     if deflated is not None:
         inflater, most = zlib.decompressobj(), min(length, _INFLATED * len(deflated))
-        try:
+        with suppress(zlib.error):  # after which it is not at the end
             part = np.frombuffer(bytearray(inflater.decompress(deflated.tobytes(), most + 1)), dtype=np.uint8)
-        except zlib.error as error:
-            raise BadCheckpoint(f"{name}_deflated cannot be decompressed ({error}): the packed weight is damaged.") from None
-        if name in stored or not inflater.eof or inflater.unused_data:
+        if len(stored.get(name, ())) or not inflater.eof or inflater.unused_data:
             raise BadCheckpoint(f"{name}_deflated has more or fewer bytes than it should: the packed weight is damaged.")
     if len(part) > length or (exact and len(part) != length):
         limit = f"{length:,}" if exact else f"at most {length:,}"
