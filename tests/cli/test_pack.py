@@ -107,7 +107,7 @@ def test_models_of_other_software_are_packed(tiny: dict[str, Path], tmp_path: Pa
     (folder / "model.safetensors").unlink()
     (folder / "model.gguf").write_bytes(b"x")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    with pytest.raises(InvalidSetting, match=r"more zeros are -0\.0: `positive_zeros=True` stores them"):
+    with pytest.raises(InvalidSetting, match="`positive_zeros=True`"):
         sparsellm.pack(folder, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
     kept = sparsellm.pack(folder, tmp_path / "kept", allow_dense=True)

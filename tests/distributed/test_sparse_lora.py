@@ -65,7 +65,7 @@ def test_a_layer_that_is_sharded_in_parts_is_refused(part: str) -> None:
         if name.endswith(part):
             fully_shard(module)
     fully_shard(model)
-    with pytest.raises(UnsupportedModel, match="Shard whole decoder blocks"):
+    with pytest.raises(UnsupportedModel, match="decoder blocks"):
         model(input_ids=token_batches()[0])
 
 
@@ -77,7 +77,7 @@ def test_version_1_of_fsdp_is_refused(policy: Callable[..., Any] | None) -> None
     wrapped = FullyShardedDataParallel(
         model, auto_wrap_policy=units, use_orig_params=policy is None, device_id=torch.device("cpu")
     )
-    with pytest.raises(UnsupportedModel, match="does not train under version 1 of FSDP"):
+    with pytest.raises(UnsupportedModel, match="FSDP"):
         wrapped(input_ids=token_batches()[0])
 
 

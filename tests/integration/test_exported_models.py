@@ -205,5 +205,5 @@ def test_parts_that_do_not_fit_are_refused(exports: dict[str, tuple[Path, Path]]
 
 
 def test_an_export_is_no_model_to_export(exports: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match=r"is quantized already \(compressed-tensors\)\. Export the plain checkpoint"):
+    with pytest.raises(InvalidSetting, match="compressed-tensors"):
         sparsellm.export(exports["int4"][0], tmp_path / "out")

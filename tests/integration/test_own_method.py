@@ -104,7 +104,7 @@ def test_an_object_prunes_as_the_method_that_it_equals(
 
 def test_a_solver_without_statistics_needs_no_text(tiny: dict[str, Path]) -> None:
     assert sparsellm.prune(str(tiny["llama"]), LargestFirst(), "2:4").report.sparsity == 0.5
-    with pytest.raises(InvalidSetting, match="The method PowerWanda needs a calibration text"):
+    with pytest.raises(InvalidSetting, match=r"PowerWanda .*calibration"):
         sparsellm.prune(str(tiny["llama"]), PowerWanda())
 
 
@@ -138,7 +138,7 @@ class Refilling(LargestFirst):
 def test_a_solver_that_does_not_keep_zeros_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
     half = sparsellm.prune(str(tiny["llama"]), "magnitude", "50%").save_pretrained(tmp_path / "half")
     assert sparsellm.prune(str(half), Refilling(), "60%").report.sparsity == pytest.approx(0.6, abs=1e-3)
-    with pytest.raises(InvalidSetting, match=r"Refilling gives values to weights of .*q_proj that `keep_zeros` keeps at zero"):
+    with pytest.raises(InvalidSetting, match=r"Refilling .*q_proj .*`keep_zeros`"):
         sparsellm.prune(str(half), Refilling(), "60%", keep_zeros=True)
 
 

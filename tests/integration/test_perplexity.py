@@ -124,7 +124,7 @@ def test_an_infinite_perplexity_is_a_result() -> None:
     assert found.standard_error is None
     with torch.no_grad():
         model.model.decoder.embed_positions.weight[5] = math.nan
-    with pytest.raises(NonFinite, match="not finite in window 0"):
+    with pytest.raises(NonFinite, match="window 0"):
         perplexity(model, windows())
 
 
@@ -194,12 +194,12 @@ def test_bert_is_not_causal() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 1), (8,), (1, 2, 8)])
 def test_windows_that_cannot_be(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidSetting, match="`windows` must be"):
+    with pytest.raises(InvalidSetting, match="`windows`"):
         perplexity(small("opt"), torch.zeros(shape, dtype=torch.long))
 
 
 def test_another_models_tokens() -> None:
-    with pytest.raises(InvalidSetting, match="hold token 96, but the model knows 96 tokens"):
+    with pytest.raises(InvalidSetting, match=r"`windows` .*96"):
         perplexity(small("opt"), torch.full((2, 8), VOCABULARY))
 
 

@@ -265,7 +265,7 @@ def test_the_pruned_model_is_not_its_own_teacher(folders: dict[str, Path]) -> No
     """By whatever name it is given."""
     half = folders["llama"]
     other = half.parent / ".." / half.parent.name / half.name
-    with pytest.raises(InvalidSetting, match=r"is the pruned model\. Pass the dense one that .* as `against`"):
+    with pytest.raises(InvalidSetting, match="`against`"):
         recover(half, str(other), TOKENS)
 
 

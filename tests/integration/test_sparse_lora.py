@@ -199,7 +199,7 @@ def test_adapters_can_be_switched_and_disabled() -> None:
     assert torch.equal(logits(model), before)
     model.unmerge_adapter()
     torch.testing.assert_close(logits(model), before)
-    with pytest.raises(InvalidSetting, match="leave out `adapter_names`"):
+    with pytest.raises(InvalidSetting, match="`adapter_names`"):
         model(input_ids=BATCH, adapter_names=["default"] * len(BATCH))
 
 

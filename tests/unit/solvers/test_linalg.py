@@ -159,7 +159,7 @@ def test_singular_matrices_raise(dtype: torch.dtype) -> None:
     gram = torch.zeros(8, 8, dtype=dtype)
     gram[:3, :3] = gram_of(3, dtype=dtype)
     gram[5, 5] = -1
-    with pytest.raises(SingularGram, match=r"pivot \d+ of 8 with damping=0\.25.*raise `damping`"):
+    with pytest.raises(SingularGram, match=r"damping=0\.25.*`damping`"):
         cholesky_(gram, 0.25)
     with pytest.raises(ArithmeticError):
         cholesky_(-torch.eye(4, dtype=dtype), 0)

