@@ -4,7 +4,7 @@
     python benchmarks/planning.py table
 
 Each run is planned in one process and done in another, of which the system reports the peak resident memory. Both run on one
-thread and measure the processor's time, so that other programs on the machine hardly change the figures.
+thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from measuring import (
     markdown_table,
     measure_or_show,
     peak,
+    program,
     read_figures,
     record,
     write_random_model,
@@ -46,14 +46,9 @@ CELLS: tuple[tuple[int, int, int, str], ...] = (
 """Blocks, width, calibration sequences of 512 tokens, and further options."""
 
 
-PROGRAM = "import time; time.perf_counter = time.process_time; from sparsellm.cli.app import main; main()"
-"""The command line with the processor's time for the clock's."""
-
-
 def measure() -> None:
     """Measure every cell that the file of figures lacks."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    program = [sys.executable, "-c", PROGRAM]
     for blocks, width, samples, options in CELLS:
         key = f"{blocks} | {width} | {samples} | {options}"
         if key in read_figures(FILE):
@@ -64,15 +59,11 @@ def measure() -> None:
                 "", f"{folder}/model", f"{folder}/out", calibration="demo", samples=samples, sequence_length=512
             )
             run += [*options.split(), *(() if "--sparsity" in options else ("--sparsity", "70%"))]
-            printed = subprocess.run([*program, "plan", *run, "--json"], capture_output=True, check=True).stdout
+            printed = subprocess.run([*program(), "plan", *run, "--json"], capture_output=True, check=True).stdout
             plan = json.loads(printed)
-            taken, _ = peak([*program, "prune", *run])
-            seconds = json.loads(Path(folder, "out", "sparsellm.json").read_text())["seconds"]
-        planned = {stage["name"] for stage in plan["stages"]}
-        spent = sum(s for stage, s in seconds.items() if stage in planned or stage.startswith("measuring"))
-        cell = {name: plan["peak"][f"{name}_bytes"] for name in ("data", "libraries", "resident")}
-        cell |= {"taken": taken, "told_seconds": round(plan["seconds"], 1), "seconds": round(spent, 1)}
-        record(FILE, key, cell)
+            taken, _ = peak([*program(), "prune", *run])
+        planned = {name: plan["peak"][f"{name}_bytes"] for name in ("data", "libraries", "resident")}
+        record(FILE, key, planned | {"taken": taken})
 
 
 def tables() -> list[str]:
@@ -80,15 +71,13 @@ def tables() -> list[str]:
     cells = read_figures(FILE)
     machine, rows = cells.pop("machine"), []
     sizes = {key: cell["resident"] / cell["taken"] for key, cell in cells.items()}
-    times = {key: cell["told_seconds"] / cell["seconds"] for key, cell in cells.items() if cell["seconds"] >= 1}
     for key, cell in cells.items():
         *shape, words = key.split(" | ")
         planned = (f"{cell[name] / 1e9:.2f} GB" for name in ("data", "resident", "taken"))
-        rows.append([f"`{words}`", *shape, *planned, f"{sizes[key]:.2f}", f"{times[key]:.2f}" if key in times else ""])
-    told = f"Planned memory is {min(sizes.values()):.2f} to {max(sizes.values()):.2f} times the memory that the process takes, "
-    told += f"planned time {min(times.values()):.2f} to {max(times.values()):.2f} times the time. {machine}:"
+        rows.append([f"`{words}`", *shape, *planned, f"{sizes[key]:.2f}"])
+    told = f"Planned memory is {min(sizes.values()):.2f} to {max(sizes.values()):.2f} times the memory that the process takes."
     head = ["run", "blocks", "width", "samples", "tensors, planned", "process, planned", "process, taken", "ratio"]
-    return [told, "", *markdown_table([*head, "time, ratio"], rows)]
+    return [f"{told} {machine}:", "", *markdown_table(head, rows)]
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""Memory, operations and time of pruning well-known models, as `sparsellm plan` estimates them: docs/popular-models.md.
+"""The memory that `sparsellm plan` estimates for well-known models, and hours from timed blocks: docs/popular-models.md.
 
-    OMP_NUM_THREADS=2 python benchmarks/popular_models.py measure    # two minutes; needs neither the models nor a network
+    python benchmarks/popular_models.py measure    # two minutes; needs neither the models nor a network
     python benchmarks/popular_models.py table
 
 `plan` reads a model's configuration and the headers of its weight files. Both are written here from the sizes in each model's
-published config.json. The weight files have holes in place of the values, so that they take no disk space.
+published config.json. The weight files have holes in place of the values, so that they take no disk space. Blocks are timed by
+`width.py`, `gpu.py` and `speed.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import math
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from gpu import LLAMA_2_7B
+from gpu import DEFAULT_RUN
 from measuring import (
     MEASURED,
     TOKENIZER_OF,
@@ -30,6 +30,7 @@ from measuring import (
     read_figures,
     record,
 )
+from speed_tables import wide_race
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -39,8 +40,12 @@ from transformers import (
     PreTrainedConfig,
     Qwen3Config,
 )
+from width import FILE as BLOCKS_FILE
+from width import LENGTH as BLOCKS_LENGTH
+from width import SAMPLES as BLOCKS_SAMPLES
 
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.pipeline.estimates import human_seconds
 
 FILE = MEASURED / "popular-models.json"
 
@@ -106,13 +111,18 @@ RUNS = (("sparsegpt", {"method": "sparsegpt"}), ("fast", {"effort": "fast"}), ("
 SAMPLES, LENGTH = 128, 2048
 """The calibration of the SparseGPT and SparseLLM papers."""
 
-ON_GPU = {"sparsegpt": {"method": "sparsegpt"}, "standard": {"gauss_newton_steps": 0, "allocation": "uniform"}}
-GPU_METHODS, GPU_SAMPLES = {"sparsegpt": "SparseGPT", "standard": "default, closed form"}, 64
-"""The runs of which `gpu.py` measured a block, their names there, and its number of sequences."""
+RACE = {"SparseGPT": "sparsegpt", "default, scope none, fast-admm inside": "fast", "default": "standard"}
+"""The runs by the names under which `width.py` and `speed.py` timed them."""
 
-CORES, MORE_CORES = 2, 32
-"""Cores whose speed was measured, and to which the time is scaled."""
+RACE_WIDTH = 2048
+"""Width of the block that `speed.py` timed on two cores."""
 
+ON_GPU = {"SparseGPT": "sparsegpt", "default, closed form": "standard, `--gauss-newton-steps 0`"}
+LLAMA_2_7B_BLOCKS = 32
+"""The runs by the names under which `gpu.py` timed them, on a block of Llama-2-7B, and its number of blocks."""
+
+TIMED = {"meta-llama/Llama-3.1-8B": (4096, 32), "TinyLlama/TinyLlama_v1.1": (2048, 22)}
+"""Width and number of blocks of the models whose blocks have a shape of `width.py`."""
 
 TIED = ("Qwen/Qwen3-0.6B", "google/gemma-3-1b-it", "meta-llama/Llama-3.2-1B")
 """Models whose head is their embedding."""
@@ -150,7 +160,7 @@ def _stored(key: str, shape: torch.Size) -> list[tuple[str, str, list[int]]]:
 
 
 def measure() -> None:
-    """Plan each model by each method: memory, disk space, operations and seconds; and the block that was pruned on a GPU."""
+    """Plan each model by each method: memory and disk space."""
     for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             config.tie_word_embeddings = name in TIED
@@ -161,22 +171,10 @@ def measure() -> None:
                 words += ["--sequence-length", str(LENGTH), "--json"]
                 plans[run] = _planned(words)
             record(FILE, name, {"bytes": size, "plans": plans})
-    record(FILE, "block", {run: _block_operations(options) for run, options in ON_GPU.items()})
-
-
-def _block_operations(options: Mapping[str, Any]) -> float:
-    """Operations of pruning one block of the shape that `gpu.py` measured: what a second one adds to a plan."""
-    found = []
-    for blocks in (1, 2):
-        with tempfile.TemporaryDirectory() as folder:
-            write_without_values(Path(folder), LlamaConfig(**LLAMA_2_7B, num_hidden_layers=blocks))
-            words = arguments("plan", folder, sparsity="70%", calibration="demo", samples=GPU_SAMPLES, **options)
-            found.append(_planned([*words, "--sequence-length", str(LENGTH), "--json"])["operations"])
-    return found[1] - found[0]
 
 
 def _planned(words: Sequence[str]) -> dict[str, float]:
-    """The largest memory and disk space of a plan, its operations and its seconds."""
+    """The largest memory and disk space of a plan."""
     done = subprocess.run([*program(), *words], capture_output=True, text=True, check=False)
     if not done.stdout.startswith("{"):  # a plan that this machine cannot carry out is printed all the same
         raise SystemExit(f"{' '.join(words)}: {done.stderr}")
@@ -184,43 +182,36 @@ def _planned(words: Sequence[str]) -> dict[str, float]:
     return {
         "memory": max(stage["memory"]["cpu"] for stage in stages),
         "files": max(stage["files"] for stage in stages),
-        "operations": sum(stage["operations"] for stage in stages),
-        "seconds": sum(stage["seconds"] for stage in stages),
     }
 
 
 def table() -> list[str]:
-    """By model and method: the size of the weights, and the memory, disk space and operations of pruning."""
-    head = ("model", "weights", "run", "memory", "disk", "operations")
+    """By model and method: the size of the weights, and the memory and disk space of pruning."""
+    head = ("model", "weights", "run", "memory", "disk")
     rows = []
     measured = read_figures(FILE)
     for name in MODELS:
         figures = measured[name]
         for run, plan in figures["plans"].items():
             sizes = (f"{plan[part] / 2**30:.1f} GiB" for part in ("memory", "files"))
-            work = f"{plan['operations'] / 1e15:.2f} PFLOP"
-            rows.append([f"`{name}`", f"{figures['bytes'] / 1e9:.1f} GB", run, *sizes, work])
+            rows.append([f"`{name}`", f"{figures['bytes'] / 1e9:.1f} GB", run, *sizes])
     return markdown_table(head, rows, left=(0, 2))
 
 
 def hours() -> list[str]:
-    """By model and method: hours on the processor that was measured, on one with more such cores, and on a GPU."""
-    measured, gpu = read_figures(FILE), read_figures(MEASURED / "gpu.json")
-    blocks = gpu[f"70%, {GPU_SAMPLES} x {LENGTH}"]["methods"]
-    rows = []
-    for name, config in MODELS.items():
-        for run, plan in measured[name]["plans"].items():
-            here = plan["seconds"]
-            on_gpu = "not measured"
-            if run in ON_GPU and not isinstance(config, GptOssConfig):  # small layers take the time of their launches
-                on_gpu = _time(plan["operations"] * blocks[GPU_METHODS[run]]["seconds"] / measured["block"][run])
-            rows.append([f"`{name}`", run, _time(here), _time(here * CORES / MORE_CORES), on_gpu])
-    return markdown_table(("model", "run", f"{CORES} cores", f"{MORE_CORES} cores", "H100"), rows, left=(0, 1))
-
-
-def _time(seconds: float) -> str:
-    """Minutes below two hours, and hours."""
-    return f"{max(seconds / 60, 1):.0f} min" if seconds < 7200 else f"{seconds / 3600:,.0f} h"
+    """By model and method: the seconds of a timed block times the number of blocks, on two cores and on a GPU."""
+    on_gpu, on_cores, rows = read_figures(BLOCKS_FILE), wide_race(), []
+    for name, (width, blocks) in TIMED.items():
+        for timed, run in RACE.items():
+            cores = human_seconds(blocks * on_cores[timed][0]) if width == RACE_WIDTH else "not measured"
+            gpu = human_seconds(blocks * on_gpu[f"{timed} | {width}"]["seconds"])
+            rows.append([f"`{name}`", run, f"{BLOCKS_SAMPLES} x {BLOCKS_LENGTH}", cores, gpu])
+    methods, samples = read_figures(MEASURED / "gpu.json")[DEFAULT_RUN]["methods"], DEFAULT_RUN.partition(", ")[2]
+    for timed, run in ON_GPU.items():
+        gpu = human_seconds(LLAMA_2_7B_BLOCKS * methods[timed]["seconds"])
+        rows.append(["`meta-llama/Llama-2-7b-hf`", run, samples, "not measured", gpu])
+    rows += [[f"`{name}`", "all", "", "not measured", "not measured"] for name in MODELS if name not in TIMED]
+    return markdown_table(("model", "run", "sequences", "2 cores", "H100"), rows, left=(0, 1))
 
 
 if __name__ == "__main__":

@@ -24,17 +24,17 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from clock import PHASES, Phases, instrumented
+from clock import PHASES, Phases, best, instrumented
 from measuring import arguments, peak, program, read_figures, record, write_random_model
 from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
 from sparsellm.cli.allocator import manage_memory
-from sparsellm.pipeline.costs import rates
 from sparsellm.pipeline.events import Stage, combine_observers
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
@@ -186,11 +186,12 @@ def run_apart(model: Path, name: str, windows: int, *options: str) -> dict[str, 
 
 def measure_phases(shape: str, blocks: int, windows: int, *, methods: list[str]) -> None:
     """Measure the phases of each method, once plain and once with operations counted."""
+    square = torch.randn(1024, 1024)
     for name in methods:
         with tempfile.TemporaryDirectory() as folder:
             model = make(Path(folder, "model"), shape, blocks) if shape in SHAPES else Path(shape)
             cell = {"plain": run_apart(model, name, windows), "counted": run_apart(model, name, windows, "--counted")}
-            cell["rate"] = float(rates(torch.device("cpu"), 2.0)[0])
+            cell["rate"] = 2 * 1024**3 / best(partial(torch.mm, square, square), torch.device("cpu"))
         depth = blocks if shape in SHAPES else AutoConfig.from_pretrained(shape).num_hidden_layers
         _record("phases", f"{Path(shape).name} | {depth} | {windows} | {name}", cell)
 

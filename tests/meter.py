@@ -1,4 +1,4 @@
-"""The bytes that tensors hold and the operations of their products, counted while code runs; the memory of the process."""
+"""The bytes that tensors hold, counted while code runs, and the memory of the process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 
 class Meter(TorchDispatchMode):
-    """Within its context, counts the bytes that tensors hold, by device type, and operations as torch's FLOP counter does.
+    """Within its context, counts the bytes that tensors hold, by device type.
 
     Tensors count from the operation that first makes or reads them until nothing refers to them.
     """
@@ -25,7 +24,6 @@ class Meter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self.operations = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> None:
@@ -44,10 +42,6 @@ class Meter(TorchDispatchMode):
         self.hold(tensors_in((arguments, keywords)))
         result = function(*arguments, **keywords)
         self.hold(tensors_in(result))
-        if function.overloadpacket in flop_registry:
-            self.operations += flop_registry[function.overloadpacket](*arguments, **keywords, out_val=result)
-        elif function.overloadpacket.__name__ == "_linear_pointwise":  # of oneDNN
-            self.operations += 2 * result.numel() * arguments[0].shape[-1]
         return result
 
     def _hold(self, tensor: Tensor) -> None:

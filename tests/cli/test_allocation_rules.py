@@ -86,7 +86,7 @@ def test_a_files_total(named: dict[str, int], share: int, tmp_path_factory: pyte
     ("content", "sparsity", "parts"),
     [
         ('"attn.q": 50%\n"attn.k": 50%', "60%", ("got 'attn.k'", "matches no layer", "'attn.q'")),
-        ('"attn.q": 150%', "60%", ("attn.q", "'150%'")),
+        ('"attn.q": 150%', "60%", ("attn.q", "150%")),
         ('"attn.q": much', "60%", ("attn.q", "'much'", "2:4")),
         ('"mlp.down": 2:4\n"attn.*": 3:5', "60%", ("layers.0.attn.q: 3:5 needs", "got 8")),
         ('"mlp.*": 0%', "90%", ("removes 0 weights", "90% of all is 576", "576 would", "256 weights", "attn.q and 3 more")),

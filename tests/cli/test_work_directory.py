@@ -345,7 +345,7 @@ def test_an_error_before_the_journal_is_read_keeps_it(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsellm.pipeline.prune.prepare_pruning", interrupt)
+        patch.setattr("sparsellm.pipeline.preparation.prepare_pruning", interrupt)
         ran = command(*base, "--resume")
     assert "interrupted; blocks that were finished before are kept: pass --resume" in " ".join(ran.stderr.split())
     ran = command(*base, "--seed", 1, "--resume")

@@ -67,6 +67,16 @@ def test_as_one_process(count: int, chosen: str, tmp_path: Path) -> None:
         assert 0 < found(tmp_path, count, "opt sparsegpt", 0)[1]["sent"] - exchanged(CONFIGS["opt"]) < SMALL
 
 
+def test_processes_measure_a_plan_together(tmp_path: Path) -> None:
+    """The first block, of which each process has its share of the batches; one prints, and nothing stays."""
+    words = ("--calibration", "demo", "--samples", 4, "--sequence-length", 64, "--batch-size", 1, "--method", "sparsegpt")
+    words = (*words, "--evaluate", "demo", "--evaluate-limit", 9, "--offload", "--measure")
+    ran = launched(2, "-m", "sparsellm", "plan", "demo:opt", tmp_path / "out", *words)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.count("Time: about") == ran.stdout.count("Disk space:") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 SMALL = 60_000
 """Bytes of plain data in such a run, at most: results, losses, counts of tokens."""
 

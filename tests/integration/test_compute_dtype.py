@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +21,9 @@ from sparsellm.activations.walk import walk
 from sparsellm.evaluation.perplexity import streamed_perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
-from sparsellm.pipeline import compute_dtype, planning, startup
-from sparsellm.pipeline.block_recovery import read_recovery
+from sparsellm.pipeline import compute_dtype, startup
 from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
-from sparsellm.pipeline.costs import work
-from sparsellm.pipeline.events import PRUNING, RECOVERING, SENSITIVITIES, TRAINING
+from sparsellm.pipeline.events import PRUNING, RECOVERING
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
@@ -171,29 +168,6 @@ def test_choice_of_a_recovery(
     source = SimpleNamespace(dtype=lambda _: stored)
     ready = SimpleNamespace(source=source, device=torch.device(device), recipe=recipe, stage=RECOVERING)
     assert choose_products(cast(Prepared, ready)) is expected
-
-
-@pytest.mark.parametrize("scope", ["model", "block"])
-def test_plans_count_the_gain_of_a_training(
-    scope: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products of layers are faster by it: with a rate for products alone, the time of gradient steps is divided.
-
-    Sensitivities have other products too; what the dense model predicts is computed in float32.
-    """
-    out = sparsellm.prune(tiny["opt"], "magnitude", "50%").save_pretrained(tmp_path / "pruned")
-    monkeypatch.setattr(planning, "bf16_pass_speedup", lambda device: 4.0)
-    monkeypatch.setattr(planning, "rates", lambda device: work(1e9, layers=1e9, factors=1e30, spectra=1e30, passes=1e30))
-    given: dict[str, Any] = {"pruned": str(out), "model": str(tiny["opt"]), "calibration": str(text_file), "scope": scope}
-    given |= {"samples": 8, "sequence_length": 32, "steps": 4}
-    seconds = [
-        {stage.name: stage.seconds for stage in planning.plan_recovery(read_recovery({**given, "compute_dtype": dtype})).stages}
-        for dtype in ("float32", "bfloat16")
-    ]
-    trained = TRAINING if scope == "model" else RECOVERING
-    assert seconds[0][trained] == pytest.approx(4 * seconds[1][trained])
-    gained = {name for name, value in seconds[0].items() if not math.isnan(value) and seconds[1][name] < value}
-    assert gained == ({TRAINING} if scope == "model" else {RECOVERING, SENSITIVITIES})
 
 
 @pytest.mark.parametrize(("asked", "rounds"), [("auto", True), ("float32", False)])

@@ -35,7 +35,7 @@ from sparsellm.pipeline.preparation import make_plan, prepare_pruning
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.stage_costs import pruning_costs
+from sparsellm.pipeline.stage_memory import pruning_memory
 from sparsellm.pipeline.work_directory import work_directory
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
@@ -269,7 +269,7 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     [long_unless(name in FORMS, name, ("sparsellm", "sparsegpt")[place % 2]) for place, name in enumerate(CONFIGS)],
 )
 def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None:
-    """Whatever its form: pruning it holds more than a block in float32, and does some of a pass's operations at least."""
+    """Whatever its form: pruning it holds more than a block in float32."""
     tiny(name).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     recipe = read_recipe({"model": str(tmp_path), "method": method, "calibration": "given", "sparsity": "60%"})
@@ -282,11 +282,10 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
         observer=lambda _: None,
         given={"calibration": torch.cat(batches())},
     )
-    planned = estimate(ready, pruning_costs, choose_placement(recipe, ready, files=True), batch=ready.batch)
+    planned = estimate(ready, pruning_memory, choose_placement(recipe, ready, files=True), batch=ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())
     pruning = next(stage for stage in planned.stages if stage.name == "pruning")
     assert 4 * block < pruning.memory["cpu"] <= planned.peak.data_bytes < 2**30
-    assert pruning.operations > ready.windows.numel() * block / 10
 
 
 def written(source: Path, output: Path, method: str, **settings: Any) -> Path:

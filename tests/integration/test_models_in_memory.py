@@ -66,7 +66,7 @@ def test_an_output_is_verified_against_a_model_in_memory(tiny: dict[str, Path], 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_a_model_in_memory_is_planned_like_its_folder(family: str, tiny: dict[str, Path], text_file: Path) -> None:
-    """The same shapes, operations and peak; what the model takes already is not counted twice."""
+    """The same shapes and the same memory of each stage; what the model takes already is not counted twice."""
     settings: dict[str, Any] = {
         "sparsity": 0.7,
         "calibration": text_file,
@@ -79,8 +79,7 @@ def test_a_model_in_memory_is_planned_like_its_folder(family: str, tiny: dict[st
     by_path = sparsellm.plan(tiny[family], **settings)
     in_memory = sparsellm.plan(model, **settings, tokenizer=tokenizer)
     assert in_memory.layers == by_path.layers
-    assert [stage.operations for stage in in_memory.stages] == [stage.operations for stage in by_path.stages]
-    assert in_memory.peak.data_bytes == by_path.peak.data_bytes
+    assert in_memory.stages == by_path.stages
     size = sum(tensor.nbytes for tensor in model.parameters())
     assert in_memory.placement.model == size
     documents = sum(file.stat().st_size for file in tiny[family].iterdir() if file.suffix != ".safetensors")
@@ -159,8 +158,7 @@ def test_every_result_prints_in_two_or_three_lines(tiny: dict[str, Path], text_f
             plan,
             [
                 rf"plan: {tiny['opt'].name}, 18 layers in 3 blocks, by sparsellm .*",
-                r"needs: [\d.]+ [KM]iB of [\d.]+ [MG]iB on \w+ while .*, [\d.]+ [KM]iB of .* on disk",
-                r"time: about \d+s; it fits",
+                r"needs: [\d.]+ [KM]iB of [\d.]+ [MG]iB on \w+ while .*, [\d.]+ [KM]iB of .* on disk; it fits",
             ],
         ),
         (

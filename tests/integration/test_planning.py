@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +18,8 @@ from sparsellm import prune
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.methods import BlockResult
-from sparsellm.models import sparse_matmul
-from sparsellm.pipeline.costs import rates, solver_cost
 from sparsellm.pipeline.events import LOADING, Note, Stage
-from sparsellm.pipeline.planning import plan_pruning
+from sparsellm.pipeline.plan_command import plan_pruning
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.recipe_methods import SOLVERS
@@ -31,7 +27,7 @@ from sparsellm.pipeline.token_sequences import draw_windows
 from sparsellm.pipeline.work_directory import work_directory
 from sparsellm.runtime.products import bf16_solver_speedup
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.problem import LayerProblem, solve_bytes
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
 from sparsellm.texts import demo
@@ -102,19 +98,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 # ---- the estimate
 
 
-def taken(settings: dict[str, object], folder: Path) -> dict[str, tuple[int, int]]:
-    """By stage, the most bytes of tensors that a real run held, and the operations of its products by torch's counter."""
-    found: dict[str, tuple[int, int]] = {}
-    name, seen = "", 0
+def taken(settings: dict[str, object], folder: Path) -> dict[str, int]:
+    """By stage, the most bytes of tensors that a real run held."""
+    found: dict[str, int] = {}
+    name = ""
     with Meter() as meter, work_directory(folder / "out") as work:
 
         def observe(event: object) -> None:
-            nonlocal name, seen
+            nonlocal name
             if isinstance(event, Stage):
-                peak, operations = found.get(name, (0, 0))
-                found[name] = max(peak, meter.peak["cpu"]), operations + meter.operations - seen
+                found[name] = max(found.get(name, 0), meter.peak["cpu"])
                 meter.restart()
-                name, seen = event.name.removesuffix(" dense").removesuffix(" pruned"), meter.operations
+                name = event.name.removesuffix(" dense").removesuffix(" pruned")
 
         result = prune_run(read_recipe(settings), observe, work=work)
         observe(Stage("end"))
@@ -142,14 +137,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_a_plan_holds(
-    case: str, folders: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory at the peak within 15 % of what the real run's tensors take, operations of each stage within a third.
-
-    torch counts no operations of the kernel that skips zeros, and plans count pruned layers as dense ones.
-    """
-    monkeypatch.setattr(sparse_matmul, "MIN_WEIGHTS", 2**62)
+def test_a_plan_holds(case: str, folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Memory at the peak within 15 % of what the real run's tensors take."""
     form, change = CASES[case]
     settings = {"model": str(folders[form]), "calibration": str(text_file), "sparsity": "60%", "sequence_length": 128}
     settings |= {"evaluate": (str(text_file),)} | change
@@ -157,15 +146,13 @@ def test_a_plan_holds(
     real = taken(settings, tmp_path)
     names = {stage.name for stage in planned.stages}
     assert names <= real.keys()
-    assert planned.peak.data_bytes == pytest.approx(max(real[name][0] for name in names), rel=0.15)
-    for stage in planned.stages:
-        assert stage.operations == pytest.approx(real[stage.name][1], rel=0.33), stage.name
+    assert planned.peak.data_bytes == pytest.approx(max(real[name] for name in names), rel=0.15)
 
 
 @pytest.mark.parametrize("curved", [False, True])
 @pytest.mark.parametrize("solver", ["magnitude", "wanda", "sparsegpt", "fast-admm", "alps", "alps-accurate"])
-def test_a_solver_takes_what_its_cost_says(solver: str, curved: bool) -> None:
-    """Products and the bytes at the peak of one solve, for a wide and for a tall layer."""
+def test_a_solve_takes_the_memory_that_the_solver_says(solver: str, curved: bool) -> None:
+    """The bytes at the peak, for a wide and for a tall layer."""
     for outputs, inputs in ((128, 352), (352, 128)):
         x, y = torch.randn(1024, inputs), torch.randn(1024, outputs)
         gram, weight, curvature = Gram(inputs), torch.randn(outputs, inputs), y.T @ y / 1024 if curved else None
@@ -177,24 +164,12 @@ def test_a_solver_takes_what_its_cost_says(solver: str, curved: bool) -> None:
             before = meter.live["cpu"]
             SOLVERS[solver]().solve(LayerProblem(weight, gram, curvature), parse_pattern("70%"))
             held = meter.peak["cpu"] - before
-        cost = solver_cost(SOLVERS[solver](), parse_pattern("70%"), curved)
-        square = inputs**2 + curved * outputs**2
-        assert 4 * (cost.matrices * weight.numel() + cost.squares * square) == pytest.approx(held, rel=0.5)
-        products = 2 * cost.products * weight.numel() * (inputs + curved * outputs)
-        assert products == pytest.approx(meter.operations, rel=0.5)
+        told = solve_bytes(SOLVERS[solver](), [(outputs, inputs)], curved=curved) - weight.nbytes
+        assert told == pytest.approx(held, rel=0.5)
 
 
-def test_a_solver_without_a_cost_is_taken_to_be_like_sparsegpt() -> None:
-    pattern = parse_pattern("2:4")
-    assert solver_cost(object(), pattern) == solver_cost(SparseGPT(), pattern, curved=True)
-
-
-def test_rates_are_of_this_machine() -> None:
-    """Of each kind of work, in less than a second."""
-    started = time.perf_counter()
-    speed = rates(torch.device("cpu"))
-    assert all(1e6 < rate < 1e16 for rate in speed)
-    assert time.perf_counter() - started < 10, "0.4 s on an idle machine"
+def test_a_solver_that_says_nothing_of_memory_is_taken_to_be_like_sparsegpt() -> None:
+    assert solve_bytes(object(), [(4, 8), (8, 4)]) == solve_bytes(SparseGPT(), [(4, 8), (8, 4)])
 
 
 def test_files_are_foreseen(folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
@@ -235,13 +210,15 @@ def test_plan_tells_and_writes_nothing(folders: dict[str, Path], text_file: Path
         "8 sequences of 32 tokens, 1 per batch",
     ):
         assert part in told
-    for part in ("Peak memory on", "Disk space:", "Time: about", "--samples"):
+    for part in ("Peak memory on", "Disk space:", "--samples"):
         assert part in told
     data = json.loads(command("plan", *words, "--json", "--offload").stdout)
     assert data["streamed"] is True
     assert data["fits"] is True
     assert data["blocks"] == 3
     assert [stage["name"] for stage in data["stages"]] == ["pruning"]
+    assert data["time"] is None
+    assert "Time" not in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -262,7 +239,7 @@ def test_plan_does_not_collect_the_demo_text(folders: dict[str, Path], tmp_path:
         plan_pruning(recipe),
         plan_pruning(recipe, given={"calibration": draw_windows(recipe, open_checkpoint(recipe.model), 256).windows}),
     ]
-    skipped, read = ((x.samples, x.length, x.batch, [replace(y, seconds=0) for y in x.stages]) for x in plans)
+    skipped, read = ((x.samples, x.length, x.batch, x.stages) for x in plans)
     assert skipped == read
     monkeypatch.setattr(demo, "named_documents", lambda split: pytest.fail(f"{split} was collected"))
     plan_pruning(recipe)

@@ -25,7 +25,7 @@ from sparsellm.pipeline.planning import estimate, fit_to_memory
 from sparsellm.pipeline.preparation import make_plan, prepare_pruning
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.stage_costs import pruning_costs
+from sparsellm.pipeline.stage_memory import pruning_memory
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_block_loader import saved, windows
@@ -190,7 +190,7 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     place = choose_placement(recipe, ready, files=True)
     assert place.ahead
     needs = [
-        estimate(ready, pruning_costs, replace(place, ahead=ahead), batch=ready.batch).peak.data_bytes
+        estimate(ready, pruning_memory, replace(place, ahead=ahead), batch=ready.batch).peak.data_bytes
         for ahead in (False, True)
     ]
     block = max(

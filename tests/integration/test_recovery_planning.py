@@ -15,7 +15,7 @@ from sparsellm.pipeline import journal, stages
 from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import Stage
-from sparsellm.pipeline.planning import plan_recovery
+from sparsellm.pipeline.plan_command import plan_recovery
 from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.work_directory import work_directory
 from tests.cli.test_bad_input import refused
@@ -53,7 +53,6 @@ def test_plan_tells_what_a_recovery_takes(
     assert plans["model"]["peak"]["stage"] == "training the whole model"
     assert "recovering" in {stage["name"] for stage in plans["block"]["stages"]}
     assert plans["model"]["peak"]["data_bytes"] > plans["block"]["peak"]["data_bytes"]
-    assert plans["model"]["seconds"] > 0
     assert not (tmp_path / "out").exists()
 
 

@@ -25,7 +25,7 @@ FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
 KEYWORDS = {"against", "record", "changes", "output", "overwrite", "private", "restart", "resume", "runs", "smoke", "text"}
 KEYWORDS |= {"allow_dense", "figures", "max_perplexity_increase", "max_size", "min_accuracy", "pack", "positive_zeros"}
-KEYWORDS |= {"step", "threads", "tokenizer", "tokens", "values"}
+KEYWORDS |= {"measure", "step", "threads", "tokenizer", "tokens", "values"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
 OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "metadata", "digests", "files", "messages", "role", "content"}

@@ -191,6 +191,7 @@ Track = Annotated[
     list[str] | None,
     _output("--report-to", metavar="NAME", help="Experiment tracker: wandb, tensorboard, trackio or mlflow."),
 ]
+Measure = Annotated[bool, _output("--measure", help="Also measure the time, by pruning the first block; nothing is written.")]
 Layers = Annotated[bool, _output("--layers", help="Also list each layer with its pattern, or why it stays dense.")]
 QuietOption = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
 JsonOption = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]

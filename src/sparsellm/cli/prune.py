@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from sparsellm.cli.console import (
     print_json,
     print_line,
     print_note,
-    report_errors,
     stderr,
     stdout,
 )
@@ -189,40 +189,48 @@ def plan(
     *,
     recovered: options.PlannedRecovery = None,
     config: options.Config = None,
+    measure: options.Measure = False,
     layers: options.Layers = False,
     as_json: options.JsonOption = False,
     **settings: Any,
 ) -> None:
-    """Estimate memory, disk and time of a `prune` or `recover` command.
+    """Estimate memory and disk of a `prune` or `recover` command.
 
-    Reads no weights.
+    Reads no weights, unless the time of `prune` is measured.
 
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """
-    with report_errors(context), collection_paused():
+    with in_process_group(context) as is_main, nullcontext() if measure else collection_paused():
         if recovered is not None and config is not None:
             raise typer.BadParameter("--config is for pruning runs: leave it out with --recover")
         if recovered and model is None:
             raise typer.BadParameter("name the dense model: sparsellm plan MODEL --recover PRUNED")
+        if recovered and measure:
+            raise typer.BadParameter("--measure prunes a block: leave it out with --recover")
         if model is not None:
             settings["model"] = model
 
+        from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.result_text import print_plan
         from sparsellm.errors import TooLarge
         from sparsellm.pipeline.block_recovery import read_recovery
-        from sparsellm.pipeline.planning import plan_pruning, plan_recovery
+        from sparsellm.pipeline.display import Display
+        from sparsellm.pipeline.events import combine_observers
+        from sparsellm.pipeline.plan_command import plan_pruning, plan_recovery
         from sparsellm.pipeline.recipe_file import read_recipe
 
-        with stderr.status("planning"):
+        display = Display("auto" if measure and is_main else "off", partial(in_options, context=context))
+        with display, nullcontext() if measure else stderr.status("planning"):
             if recovered:
                 run_plan = plan_recovery(read_recovery({**settings, "pruned": recovered}), output)
             else:
-                run_plan = plan_pruning(read_recipe(settings, config), output)
+                observe = combine_observers(manage_memory, display) if measure else None
+                run_plan = plan_pruning(read_recipe(settings, config), output, measure=measure, observe=observe)
         for note in run_plan.notes:
             print_note(note, context)
-        if as_json:
+        if as_json and is_main:
             print_json(run_plan.to_dict())
-        else:
+        elif is_main:
             print_plan(stdout, run_plan, layers=layers)
         if run_plan.refusal:
             raise TooLarge(run_plan.refusal)

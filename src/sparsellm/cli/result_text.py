@@ -13,7 +13,7 @@ from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
 from sparsellm.pipeline.display import percent, with_standard_error
-from sparsellm.pipeline.estimates import RunPlan, human_seconds
+from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.report import Report, When
@@ -212,18 +212,16 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
     print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
     if plan.samples:
         print_line(console, f"{plural(plan.samples, 'sequence')} of {plan.length:,} tokens, {plan.batch} per batch.")
-    rows = [
-        [x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files), _operations(x.operations), human_seconds(x.seconds)]
-        for x in plan.stages
-    ]
-    show(console, text_table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
+    rows = [[x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files)] for x in plan.stages]
+    show(console, text_table(["stage", f"memory ({plan.device})", "files"], rows))
     print_line(
         console,
         f"Peak memory on {plan.device}: {human_bytes(peak.data_bytes)} of {human_bytes(placement.memory)}, while {peak.stage}. "
         f"The whole process, with Python and its libraries: {human_bytes(peak.resident_bytes)}.",
     )
     print_line(console, f"Disk space: {human_bytes(peak.disk_bytes)} of {human_bytes(plan.disk_free_bytes)} free.")
-    print_line(console, f"Time: about {human_seconds(plan.seconds)}.")
+    if plan.time:
+        print_line(console, f"Time: {plan.time.describe()}.")
     if plan.most_samples is not None:
         print_line(console, f"Memory and disk suffice for up to --samples {plan.most_samples:,}.")
 
@@ -247,11 +245,3 @@ def _pattern_range(patterns: Sequence[str]) -> str:
         return f"{float(pattern[:-1]):.5g}%" if pattern.endswith("%") else pattern
     percentages = [float(pattern[:-1]) for pattern in patterns]
     return f"{min(percentages):.1f} to {max(percentages):.1f}%"
-
-
-def _operations(count: float) -> str:
-    """Format a number of floating-point operations with a unit prefix."""
-    units = ["", "k", "M", "G", "T", "P", "E"]
-    while count >= 1000 and len(units) > 1:
-        count, units = count / 1000, units[1:]
-    return f"{count:.3g} {units[0]}FLOP"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter
@@ -171,9 +171,53 @@ LAYER_RESULT, BLOCK_RESULT = TypeAdapter(LayerResult), TypeAdapter(BlockResult)
 """Convert results to and from JSON-serializable data."""
 
 
+class Memory(NamedTuple):
+    """Bytes that a stage of a run takes; from a method's `block_memory`, beside the weights of the block."""
+
+    peak: float  # without the lists
+    lists: Sequence[float]  # of each list of hidden states, which may be in files
+    state: float = 0.0  # of the durable state of a training
+
+
+@dataclass(frozen=True)
+class BlockShapes:
+    """Sizes of the model, of the largest block that is pruned, and of the calibration sequences."""
+
+    depth: int  # blocks
+    vocabulary: int
+    stored: int  # bytes of a number in the model
+    itemsize: int  # and in computations; the fields below are of the block and of the sequences
+    layers: Sequence[tuple[int, int]]  # (out, in) of each layer to prune
+    inputs: Sequence[int]  # of each group of layers that share them
+    parts: int  # coupled feed-forward parts
+    projections: int  # input projections of a part, (hidden, width) each
+    width: int  # of the hidden states
+    hidden: int  # inputs of a part's output projection
+    share: float  # fraction of the tokens that a part computes for
+    parameters: int
+    tokens: int
+    length: int  # tokens per sequence
+    batch: int  # tokens per batch
+    is_head: bool = False  # whether the block is the output head, of which passes only read the inputs
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the hidden states of all tokens."""
+        return self.itemsize * self.width * self.tokens
+
+    @property
+    def forward_bytes(self) -> float:
+        """Bytes that a forward pass holds for each token at its peak: hidden signals, and some tensors of the width."""
+        return self.itemsize * ((1 + self.projections) * self.hidden + (2 + self.projections) * self.width)
+
+
 @runtime_checkable
 class BlockMethod(Protocol):
-    """Protocol of a pruning method: a frozen dataclass with these five members."""
+    """Protocol of a pruning method: a frozen dataclass with these five members.
+
+    A method may also have `block_memory`, which takes `BlockShapes` and returns a `Memory`; without it, runs are planned as if
+    it were layer-wise pruning by SparseGPT.
+    """
 
     @property
     def needs(self) -> type[TokenCount]:

@@ -14,8 +14,10 @@ from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods import (
     UNKNOWN_FAMILY,
+    BlockShapes,
     EpochResult,
     LayerResult,
+    Memory,
     Plan,
     assign_owners,
     broadcast_results,
@@ -31,9 +33,9 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
 from sparsellm.solvers import LayerSolver
-from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.problem import LayerProblem, solve_bytes
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.statistics import Gram, TokenCount
+from sparsellm.solvers.statistics import STORED, Gram, TokenCount
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,21 @@ class PublishedSparseLLM:
             yield from self._prune_coupled(block, parts, inputs, plan)
         else:
             yield from LayerWise(self.solver, self.keep_zeros, self.values).prune(block, inputs, plan)
+
+    def block_memory(self, shapes: BlockShapes) -> Memory:
+        """Layer-wise pruning, and in further epochs the signals of the parts and new solves of their layers."""
+        first = LayerWise(self.solver, self.keep_zeros).block_memory(shapes)
+        if self.scope == frozenset() or not shapes.parts:
+            return first
+        width, hidden, projections = shapes.width, shapes.hidden, shapes.projections
+        layers, tokens = [*[(hidden, width)] * projections, (width, hidden)], shapes.parts * shapes.share * shapes.tokens
+        part = shapes.parts * (projections + 1) * width * hidden
+        # All dense weights; of the part also the targets, their products, this epoch's weights and the best.
+        weights = 4 * (sum(outputs * inputs for outputs, inputs in shapes.layers) + 4 * part)
+        signals = tokens * (2 * shapes.itemsize * width + 4 * projections * hidden)
+        sums = 8 * part + 8 * STORED * hidden**2 + 4 * 4 * shapes.length * hidden
+        solved = max(sums, solve_bytes(self.solver, layers))
+        return Memory(weights + signals + solved + 4 * sum(n**2 for n in shapes.inputs), first.lists)
 
     def _in_scope(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""

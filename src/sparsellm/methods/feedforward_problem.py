@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from sparsellm.methods import BlockShapes
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives, devices
@@ -35,6 +36,14 @@ The gradient uses all tokens: it sets the direction, the curvature only the step
 
 FISHER_LIFT = 1e-3
 """Added to the diagonal of F, relative to its mean: F is estimated from a sample, which cannot tell small costs from zero."""
+
+
+def part_bytes(shapes: BlockShapes, least: int) -> float:
+    """Bytes that the Gauss-Newton rounds of one part hold at the peak, with the `least` number of sampled tokens."""
+    tokens = shapes.share * shapes.tokens
+    sampled = tokens / max(1, tokens // max(least, SAMPLED_WIDTHS * shapes.width))
+    # The sample's slopes; nine matrices of the input projections' size; hidden signals of a sequence; curvatures.
+    return 4 * shapes.projections * shapes.hidden * (sampled + 9 * shapes.width + 4 * shapes.length + shapes.hidden)
 
 
 def weights_of(block: Block, names: tuple[str, ...]) -> PartWeights:

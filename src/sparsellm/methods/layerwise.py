@@ -13,14 +13,23 @@ from torch import Tensor
 from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, SingularGram
-from sparsellm.methods import EpochResult, LayerResult, Plan, assign_owners, broadcast_results, planned_layers
+from sparsellm.methods import (
+    BlockShapes,
+    EpochResult,
+    LayerResult,
+    Memory,
+    Plan,
+    assign_owners,
+    broadcast_results,
+    planned_layers,
+)
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
 from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error
-from sparsellm.solvers.statistics import InputRMS, TokenCount
+from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error, solve_bytes
+from sparsellm.solvers.statistics import STORED, Gram, InputRMS, TokenCount
 
 if TYPE_CHECKING:
     from sparsellm.methods.rounding import IntegerValues
@@ -60,6 +69,16 @@ class LayerWise:
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         yield from self.prune_layers(block, inputs, planned_layers(block, plan), plan)
+
+    def block_memory(self, shapes: BlockShapes) -> Memory:
+        """A pass for all statistics, then a solve for each layer."""
+        solved = solve_bytes(self.solver, shapes.layers)
+        if self.needs is TokenCount:
+            return Memory(solved, [])
+        squares = sum(features**2 for features in shapes.inputs) if issubclass(self.needs, Gram) else 0
+        captured = shapes.batch * shapes.itemsize * sum(shapes.inputs)  # the inputs of a batch are held until its pass ends
+        gathering = 8 * STORED * squares + shapes.batch * shapes.forward_bytes + captured
+        return Memory(max(gathering, 4 * squares + solved), [shapes.stream])
 
     def prune_layers(self, block: Block, inputs: Activations, names: Sequence[str], plan: Plan) -> Iterator[LayerResult]:
         """Prune some layers of a block, with statistics from one pass."""

@@ -11,11 +11,23 @@ from torch import Tensor
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
 from sparsellm.activations.sensitivity import layer_curvatures
 from sparsellm.activations.walk import Activations
-from sparsellm.methods import UNKNOWN_FAMILY, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
+from sparsellm.methods import (
+    UNKNOWN_FAMILY,
+    BlockShapes,
+    EpochResult,
+    LayerResult,
+    Memory,
+    Plan,
+    coupled_parts,
+    planned_layers,
+    unplanned_layers,
+)
 from sparsellm.methods.block_solver import BlockSolver, Settings
+from sparsellm.methods.feedforward_problem import part_bytes
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import Block
-from sparsellm.solvers.statistics import Gram, TokenCount
+from sparsellm.solvers.problem import solve_bytes
+from sparsellm.solvers.statistics import STORED, Gram, TokenCount
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,21 @@ class SparseLLM(Settings):
             yield from (solver.solve_part(parts[0], output_fisher) if single else solver.solve_experts(parts, output_fisher))
         block.round_to_storage_dtype()
         yield from solver.results()
+
+    def block_memory(self, shapes: BlockShapes) -> Memory:
+        """Each layer toward the dense stream, then the Gauss-Newton rounds of each feed-forward part."""
+        curved, width, widest = self.needs_fisher and not shapes.is_head, shapes.width, max(shapes.inputs)
+        coupled = shapes.parts * (shapes.projections * shapes.hidden**2 + width**2)  # a part's curvatures are made one by one
+        curvatures = curved * (sum(outputs**2 for outputs, _ in shapes.layers) - coupled)
+        # A Gram matrix, and sums toward the targets: two more matrices of the width, or one of (width, widest).
+        sums = 8 * STORED * widest**2 + max((8 + 8 * STORED) * width**2, 8 * width * widest)
+        solved = 4 * widest**2 + solve_bytes(self.solver, shapes.layers, curved=curved)
+        held = max(sums + shapes.batch * shapes.forward_bytes, solved)
+        lists = [2 * shapes.stream, shapes.stream, shapes.stream]  # the two streams, and what attention writes in each
+        if shapes.parts and self.scope != "none":
+            held = max(held + 4 * shapes.projections * shapes.hidden**2, part_bytes(shapes, self.sampled))
+            lists.append(shapes.parts * 2 * 4 * shapes.share * shapes.tokens * width)
+        return Memory(shapes.itemsize * shapes.parameters + 4 * curvatures + held, lists)
 
 
 def _curvatures(inputs: Activations, block: Block, names: Sequence[str], output_fisher: Tensor) -> dict[str, Tensor]:

@@ -26,8 +26,6 @@ class StageEstimate:
     name: str  # as in the run's events
     memory: Mapping[str, int]  # bytes of data at the peak, by device type
     files: int  # bytes of hidden states in files
-    operations: float
-    seconds: float  # without reading and writing; NaN if the machine's rates were not measured
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,37 @@ class PeakEstimate:
     libraries_bytes: int  # resident in this process, before the run
     resident_bytes: int  # of the run's process
     disk_bytes: int  # with the output and, block by block, the finished blocks
+
+
+@dataclass(frozen=True)
+class MeasuredTime:
+    """The seconds that a run takes if its blocks are alike, from its first block, which was pruned for real.
+
+    Attributes:
+        preparation: From the start to the first block, without measuring perplexity.
+        block: Of pruning the first block, and of the pass through it that gives the next one its inputs.
+        blocks: Number of blocks to prune.
+        evaluation: Of measuring perplexity before and after, from some sequences of each text.
+        left_out: Stages of the run that were not measured and are not counted.
+    """
+
+    preparation: float
+    block: float
+    blocks: int
+    evaluation: float
+    left_out: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The sum of all that was measured."""
+        return self.preparation + self.blocks * self.block + self.evaluation
+
+    def describe(self) -> str:
+        """The sum, what it was computed from, and what is left out."""
+        block = human_seconds(self.block) if self.block >= 60 else f"{self.block:.2g}s"
+        parts = [f"{human_seconds(self.preparation)} of preparation", f"{self.blocks} times the {block} of the first block"]
+        parts += [f"{human_seconds(self.evaluation)} of measuring perplexity"] * bool(self.evaluation)
+        return f"about {human_seconds(self.seconds)}: {', '.join(parts)}; without {', '.join(self.left_out)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,25 +86,23 @@ class RunPlan(Summarized):
     disk_free_bytes: int
     stages: list[StageEstimate]
     peak: PeakEstimate
-    seconds: float
     most_samples: int | None  # whose hidden states fit into memory or on the disk; None for a run without any
     fits: bool
     refusal: str = ""  # why the run would not begin
     coverage: Coverage | None = None  # how much of the blocks' weights is pruned
     each_layer: Sequence[PlannedLayer] = ()  # every linear layer of the blocks; empty from `estimate`
     notes: tuple[str, ...] = ()  # those that the run gives before its work
+    time: MeasuredTime | None = None  # None if it was not measured
 
     def summary(self) -> dict[str, str]:
-        """Three lines: the layers and method, the memory and disk space, and the time with whether the run fits."""
+        """The layers and method, the memory and disk space with whether the run fits, and the time if it was measured."""
         peak, memory = self.peak, human_bytes(self.placement.memory)
         what = f"{PurePath(self.recipe.model).name}, {sum(self.layers.values())} layers in {self.blocks} blocks"
         needs = f"{human_bytes(peak.data_bytes)} of {memory} on {self.device} while {peak.stage}"
         verdict = "it fits" if self.fits else self.refusal or "memory may not suffice"
-        return {
-            "plan": f"{what}, by {self.recipe.describe()}",
-            "needs": f"{needs}, {human_bytes(peak.disk_bytes)} of {human_bytes(self.disk_free_bytes)} on disk",
-            "time": f"about {human_seconds(self.seconds)}; {verdict}",
-        }
+        disk = f"{human_bytes(peak.disk_bytes)} of {human_bytes(self.disk_free_bytes)} on disk"
+        lines = {"plan": f"{what}, by {self.recipe.describe()}", "needs": f"{needs}, {disk}; {verdict}"}
+        return lines | ({"time": self.time.describe()} if self.time else {})
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the plan to plain data, ready for JSON."""
@@ -91,7 +118,7 @@ class RunPlan(Summarized):
             "streamed": placement.streamed,
             "note": placement.note,
             "memory_bytes": placement.memory,
-            "operations": sum(stage.operations for stage in self.stages),
+            "time": self.time and {**asdict(self.time), "seconds": self.time.seconds},
         }
 
 

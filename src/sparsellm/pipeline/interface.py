@@ -18,7 +18,7 @@ from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.loading import named_model
 from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields
-from sparsellm.pipeline.planning import plan_pruning
+from sparsellm.pipeline.plan_command import plan_pruning
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
 from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_sparsity
@@ -119,9 +119,10 @@ def plan(
     calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     output: str | Path | None = None,
+    measure: bool = False,
     **settings: Unpack[PruneKeywords],
 ) -> RunPlan:
-    """Estimate memory, disk space, operations and time of `prune` with the same arguments, without reading any weights.
+    """Estimate memory and disk space of `prune` with the same arguments, without reading any weights unless time is measured.
 
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, whose memory counts as taken by the run.
@@ -129,7 +130,11 @@ def plan(
         sparsity: As for `prune`.
         calibration: As for `prune`.
         tokenizer: As for `prune`.
-        output: Folder that the result would be saved to, for the free space of its disk. Default: the current folder.
+        output: Folder that the result would be saved to, for the free space of its disk. Default: the current folder. Nothing
+            is written to it.
+        measure: Whether to measure the time too: all that comes before the blocks is done, and the first block is pruned, with
+            its files in a temporary folder beside `output`, or among the system's temporary files. `time` of the plan has
+            that block's seconds, times the number of blocks. Not for a model in memory.
         **settings: Any other field of `Recipe`.
 
     Returns:
@@ -143,7 +148,7 @@ def plan(
     texts, given = _texts(calibration, settings)
     kind, chosen = method_fields(method)
     recipe = read_recipe({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
-    return plan_pruning(recipe, output, given=given, source=source)
+    return plan_pruning(recipe, output, given=given, source=source, measure=measure)
 
 
 @recipe_keywords(RecoveryKeywords, RecoveryFields)

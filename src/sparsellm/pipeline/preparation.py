@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from sparsellm.allocation.bits import check_budget
-from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.errors import UnsupportedModel, dtype_name, plural
@@ -21,9 +21,9 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
 from sparsellm.pipeline.block_recovery import BlockRecovery
-from sparsellm.pipeline.events import PRUNING, RECOVERING, Note, Observer, add_note
+from sparsellm.pipeline.events import OPENING, PRUNING, READING_TEXTS, RECOVERING, Note, Observer, add_note, run_stage
 from sparsellm.pipeline.fingerprint import DenseCache
-from sparsellm.pipeline.loading import OpenedModel, check_names
+from sparsellm.pipeline.loading import OpenedModel, check_names, open_model
 from sparsellm.pipeline.output_folder import ANEW, LOG
 from sparsellm.pipeline.outputs import dtype_changed_before, totals_before
 from sparsellm.pipeline.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
@@ -98,6 +98,24 @@ class PreparedRecovery(Prepared):
 
     def stamps(self) -> tuple[Stamps, ...]:
         return (*super().stamps(), *filter(None, [self.method.stamps]))
+
+
+def prepare_run(
+    recipe: Recipe,
+    report: Report,
+    observer: Observer,
+    *,
+    given: Given | None = None,
+    source: Checkpoint | InMemoryModel | None = None,
+    shared: DenseCache | None = None,
+) -> PreparedPruning:
+    """Open the recipe's model, or take `source`, and prepare its pruning. Other arguments as for `prepare_pruning`."""
+    with run_stage(OPENING, report, observer):
+        opened = open_model(recipe, source)
+        method, plan = make_plan(recipe, opened)
+        report.origin = opened.source.origin()
+    with run_stage(READING_TEXTS, report, observer):
+        return prepare_pruning(opened, recipe, method, plan, report=report, observer=observer, given=given, shared=shared)
 
 
 def prepare_pruning(

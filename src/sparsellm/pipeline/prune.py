@@ -16,12 +16,11 @@ from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
-from sparsellm.pipeline.events import ALLOCATION, OPENING, READING_TEXTS, Observer, add_note, run_stage
+from sparsellm.pipeline.events import ALLOCATION, Observer, add_note, run_stage
 from sparsellm.pipeline.input_digests import check_inputs
-from sparsellm.pipeline.loading import open_model
 from sparsellm.pipeline.outputs import changed_before
 from sparsellm.pipeline.planning import fit_to_memory
-from sparsellm.pipeline.preparation import PreparedPruning, make_plan, prepare_pruning
+from sparsellm.pipeline.preparation import PreparedPruning, prepare_run
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.recipe_methods import integer_values
@@ -58,21 +57,14 @@ def prune_run(
     check_inputs(recipe, given)
     with recorded(recipe, observe, source) as records:
         report, observer = records.report, records.observer
-        with run_stage(OPENING, report, observer):
-            opened = open_model(recipe, source)
-            method, plan = make_plan(recipe, opened)
-            report.origin = opened.source.origin()
-        with run_stage(READING_TEXTS, report, observer):
-            ready = prepare_pruning(
-                opened, recipe, method, plan, report=report, observer=observer, given=given, shared=arguments.get("shared")
-            )
+        ready = prepare_run(recipe, report, observer, given=given, source=source, shared=arguments.get("shared"))
         run = Run.start(ready, records, fit_to_memory, **arguments)
         rule = ready.recipe.allocation_rule
         run.schedule([f"{ALLOCATION} ({rule})"] if rule in RULES[1:] else [])
         with run.unchanged():
             loaded = run.load_and_check()
             run.measure("dense", loaded)
-            loaded = run.in_batches(loaded, partial(_prune, run))
+            loaded = run.in_batches(loaded, partial(prune_model, run))
             report.add_changes(changed_before(ready.source.folder))
             for text in report.pruning_warnings(getattr(getattr(ready.method, "solver", None), "damping", None)):
                 add_note(text, report, observer)
@@ -81,7 +73,7 @@ def prune_run(
         return run.finish(loaded)
 
 
-def _prune(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Tensor]) -> None:
+def prune_model(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Tensor]) -> None:
     """Allocate sparsity, prune block by block, and train the whole model, each if the recipe says so.
 
     Args:

@@ -14,7 +14,7 @@ from sparsellm.runtime.products import matmul
 from sparsellm.solvers.admm import Keep, NormalizedProblem
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.problem import LayerProblem, SolveMemory
 from sparsellm.solvers.statistics import Gram, TokenCount
 
 PENALTY_START = 0.1
@@ -94,6 +94,10 @@ class ALPS:
         weight = self._search(normalized, mask_of)
         keep = mask_of(weight.abs())
         return normalized.refit(weight * keep, keep, self.refit_steps)
+
+    def solve_memory(self, curved: bool) -> SolveMemory:
+        factors = 3.7 if self.iterations > CHECK_EVERY else 1.4  # a new penalty's inverse is made beside the one before
+        return SolveMemory(9.2, 2.5 if curved else factors)
 
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> Tensor:
         """Return the final ADMM iterate W, (out, in), whose largest entries are the mask and the start of the refit."""

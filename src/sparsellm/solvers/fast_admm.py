@@ -14,7 +14,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.runtime import devices
 from sparsellm.solvers.admm import Keep, NormalizedProblem
 from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.problem import LayerProblem, SolveMemory
 from sparsellm.solvers.statistics import Gram, TokenCount
 
 
@@ -79,6 +79,9 @@ class FastADMM:
             del normalized
             normalized = NormalizedProblem.of(problem, self.damping)
         return normalized.refit(sparse, keep, self.refit_steps, self.low_precision)
+
+    def solve_memory(self, curved: bool) -> SolveMemory:
+        return SolveMemory(9.2, 2.5 if curved else 1.4)
 
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> tuple[Tensor, Tensor]:
         """Return the last projected iterate D and its mask, both (out, in). S and G are overwritten if there is a curvature."""

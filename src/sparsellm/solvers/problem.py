@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -170,12 +171,35 @@ def is_finite_pair(error: float, power: float) -> bool:
     return math.isfinite(error) and math.isfinite(power)
 
 
+class SolveMemory(NamedTuple):
+    """float32 matrices that a solve holds at its peak, beside its problem; counted (tests/integration/test_planning.py)."""
+
+    matrices: float  # (out, in)
+    squares: float  # (in, in); with a curvature, as many (out, out) too
+
+
+USUAL_MEMORY = SolveMemory(2.6, 1.0)
+"""What a solve by SparseGPT holds."""
+
+
+def solve_bytes(solver: object, layers: Iterable[tuple[int, int]], *, curved: bool = False) -> float:
+    """Bytes of a solver's largest solve, with its weight and without Gram matrix and curvature.
+
+    Args:
+        layers: (out, in) of each.
+        curved: Whether the problems have a curvature.
+    """
+    needed: SolveMemory = getattr(solver, "solve_memory", lambda _: USUAL_MEMORY)(curved)
+    return max(4 * ((1 + needed.matrices) * o * i + needed.squares * (i**2 + curved * o**2)) for o, i in layers)
+
+
 @runtime_checkable
 class LayerSolver(Protocol):
     """Interface of a solver: a frozen dataclass of plain numbers with these two members.
 
     If a solver has a field `damping` and a factorization fails, `methods.layerwise.solve` retries with larger values and
-    reports the one used.
+    reports the one used. A solver may also have a method `solve_memory`, which takes whether there is a curvature and returns a
+    `SolveMemory`; without it, as SparseGPT, it is taken to hold `USUAL_MEMORY`.
 
     Attributes:
         needs: The class of input statistics that `solve` reads; exactly this class is accumulated.

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.problem import LayerProblem, SolveMemory
 from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 
@@ -25,6 +25,9 @@ class Magnitude:
         score = problem.weight.abs()
         return problem.weight * problem.keep(pattern, score if problem.row_scale is None else score * problem.row_scale)
 
+    def solve_memory(self, curved: bool) -> SolveMemory:
+        return SolveMemory(2.3, 0)
+
 
 @dataclass(frozen=True)
 class Wanda:
@@ -39,3 +42,6 @@ class Wanda:
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs() * problem.rms
         return problem.weight * problem.keep(pattern, score, per_row=True)
+
+    def solve_memory(self, curved: bool) -> SolveMemory:
+        return SolveMemory(4, 0)

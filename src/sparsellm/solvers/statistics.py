@@ -25,8 +25,11 @@ CONSTANT = 3e-5
 PANELS = 8
 """Number of row panels in which matrices are computed, stored, accumulated and read.
 
-Panels of a symmetric matrix start at the diagonal, so that 9/16 of its entries are stored. A temporary is an eighth of the
-matrix, whatever its size; memory estimates from a smaller model rely on that."""
+Panels of a symmetric matrix start at the diagonal. A temporary is an eighth of the matrix, whatever its size; memory estimates
+from a smaller model rely on that."""
+
+STORED = (PANELS + 1) / (2 * PANELS)
+"""Fraction of the entries of a symmetric matrix that is stored: 9/16."""
 
 MIN_PANEL_ROWS = 16
 """Minimum number of rows of a panel; products of fewer rows are accumulated token by token, at 20 times the rounding error."""
