@@ -14,11 +14,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 from typer.testing import Result
 
+from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.texts.yaml_files import read_mapping
 
@@ -60,6 +62,7 @@ def smaller(words: list[str]) -> list[str]:
     return [*words, *(word for option in options for word in option)]
 
 
+@patch.dict(ARCHITECTURES)
 @pytest.mark.parametrize(
     ("page", "bundled"),
     [

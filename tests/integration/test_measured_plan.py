@@ -19,7 +19,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.pipeline import plan_command
 from sparsellm.pipeline.estimates import MeasuredTime, RunPlan
-from sparsellm.pipeline.events import CONTINUING, GENERATING, TRAINING, WRITING, Advanced, Measured, Note, Stage
+from sparsellm.pipeline.events import GENERATING, TRAINING, WRITING, Advanced, Measured, Note, Stage
 from sparsellm.pipeline.plan_command import plan_pruning
 from sparsellm.pipeline.recipe_file import read_recipe
 from tests.cli.test_bad_input import refused
@@ -105,9 +105,9 @@ def test_one_block_is_pruned_and_nothing_stays(
 
 
 def test_what_is_not_measured_is_said() -> None:
-    """The training of `effort="best"`, for which no text is generated, and prompts."""
-    _, time, events = measured(None, effort="best", scope="none", solver="magnitude", prompt=["once"])
-    assert time.left_out == (CONTINUING, TRAINING, WRITING)
+    """The training of `effort="best"`, for which no text is generated."""
+    _, time, events = measured(None, effort="best", scope="none", solver="magnitude")
+    assert time.left_out == (TRAINING, WRITING)
     assert not {*time.left_out, GENERATING} & {event.name for event in events if isinstance(event, Stage)}
     assert time.describe().endswith(f"; without {', '.join(time.left_out)}")
     assert MeasuredTime(60.0, 61.0, 10, 0.0, (WRITING,)).describe().startswith("about 11m10s: ")
