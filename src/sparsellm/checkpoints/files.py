@@ -31,7 +31,7 @@ WORK = ".sparsellm"
 """Name of the work folder in an unfinished output; a finished output has none."""
 
 UNFINISHED = "is unfinished. Finish it first: resume the run that writes it."
-"""What is said of an output that is read before it is finished."""
+"""The end of messages about an output that is read before it is finished."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes an adapter of PEFT, which transformers would load with a model or in its place."""

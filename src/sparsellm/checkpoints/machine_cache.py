@@ -1,4 +1,4 @@
-"""What was measured on this machine, in a file in the user's cache: which of two computations is faster, and by how much."""
+"""Measurements on this machine, in a file in the user's cache: which of two computations is faster, and by how much."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ STORED_KINDS = {
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """What a weight file's metadata says about a packed tensor.
+    """The entry of a packed tensor in the metadata of its weight file.
 
     Attributes:
         shape: Its shape. It is encoded as a matrix: all dimensions but the last one are its rows.

@@ -99,7 +99,7 @@ WORD_ROWS = 16
 
 @dataclass(frozen=True)
 class QuantizedFiles:
-    """What the files of a quantized checkpoint hold.
+    """The tensors in the files of a quantized checkpoint.
 
     Attributes:
         scheme: How its weights are quantized.

@@ -30,7 +30,7 @@ stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
 
 LESS_MEMORY = {"batch_size": "a smaller", "samples": "fewer", "sequence_length": "a shorter", "max_memory": "a smaller"}
-"""What takes less memory, by option: how the option is to be changed."""
+"""The change of each option that takes less memory."""
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
 
 
 def _examine() -> dict[str, Any]:
-    """What `info --json` prints: counts, bytes, bytes per second, versions; None for what is missing."""
+    """The values that `info --json` prints: counts, bytes, bytes per second, versions; None for those that are missing."""
     import psutil
     import torch
 

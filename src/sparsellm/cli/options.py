@@ -112,7 +112,7 @@ def recipe_options(
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
-    """What a field's declaration says about its option."""
+    """The entries of a field's declaration on its option."""
     return cast("dict[str, Any]", field.json_schema_extra)
 
 

@@ -17,7 +17,7 @@ DIGITS = 6
 
 @dataclass(frozen=True)
 class Deviations:
-    r"""What each sequence or question contributes to the error of a mean: the root of the sum of squares is that error.
+    r"""Contributions of each sequence or question to the error of a mean: the root of their sum of squares is that error.
 
     The error of the difference of two means over the same ones is that of the differences, which is smaller than the errors of
     both together: a sequence that is hard for one model is hard for the other.
@@ -44,7 +44,7 @@ class Deviations:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a mean was taken over, by which two models can be compared: the losses of sequences, or the scores of questions.
+    """The numbers under a mean, by which two models can be compared: the losses of sequences, or the scores of questions.
 
     Attributes:
         digest: Digest of the sequences' token ids, or of the questions: two models are compared only on the same ones.
@@ -63,7 +63,7 @@ class Parts:
 
     @property
     def deviations(self) -> Deviations | None:
-        """What each contributes to the error of the mean; None for a single one, or where a value is not finite."""
+        """The contribution of each to the error of the mean; None for a single one, or where a value is not finite."""
         count, weights = len(self.values), self.weights or (1,) * len(self.values)
         if count < 2 or len(weights) != count or not all(map(math.isfinite, self.values)):
             return None

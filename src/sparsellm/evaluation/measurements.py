@@ -132,7 +132,7 @@ def plus_minus(result: Measurement | None) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Evaluation(Summarized):
-    """What was measured of a model.
+    """The perplexities and accuracies of a model.
 
     Attributes:
         perplexity: By text.

@@ -154,7 +154,7 @@ def task_manager() -> TaskManager:
 
 
 def spec(task: str, overrides: Mapping[str, Any], folder: Path) -> str:
-    """What lm-eval loads a task by: its name, or the file with its definition, which is written to `folder` for overrides."""
+    """The name by which lm-eval loads a task, or the file with its definition, which is written to `folder` for overrides."""
     if is_task_file(task):
         return str(local_path(task))
     return str(definition(task, overrides, folder)) if overrides else task

@@ -160,7 +160,7 @@ def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
 
 
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
-"""What lm-eval records of a question besides the answers: digests of its text, its prompt and its answer."""
+"""Digests of a question's text, prompt and answer, which lm-eval records besides the answers."""
 
 
 def question_parts(results: Mapping[str, Any], name: str, metric: str, filtered_by: str) -> Parts | None:

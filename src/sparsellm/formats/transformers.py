@@ -63,7 +63,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
     is_trainable = False
     is_compileable = True
     note = ""
-    """What does not run packed, for the user."""
+    """A note for the user on what does not run packed."""
 
     def is_serializable(self) -> bool:
         """Return whether `save_pretrained` writes the model."""

@@ -36,7 +36,7 @@ PATTERN = "sparsellm"
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """What is loaded from packed tensors: a packed layer or a dense tensor of the model.
+    """A packed layer or a dense tensor of the model, which is loaded from packed tensors.
 
     Attributes:
         name: Name of the dense tensor, or of the first buffer of the layer.

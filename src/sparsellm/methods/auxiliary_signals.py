@@ -108,7 +108,7 @@ class AuxiliarySignals:
 
     @property
     def request(self) -> CaptureRequest:
-        """What to capture in a pass through the dense block: the part's inputs and outputs, and the first signals."""
+        """The request of a pass through the dense block: the part's inputs and outputs, and the first signals."""
         in_proj = self._feed_forward.in_proj
         return CaptureRequest([in_proj[0]], [*(in_proj if self._updated else ()), self._feed_forward.out_proj])
 

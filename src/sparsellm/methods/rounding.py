@@ -18,7 +18,7 @@ from sparsellm.solvers.statistics import Gram, InputRMS
 
 @dataclass(frozen=True, repr=False)
 class IntegerValues:
-    """What the kept weights of each layer are rounded to.
+    """The integer formats that the kept weights of each layer are rounded to.
 
     Attributes:
         format: The format of all layers but those in `by_layer`; None if these are all.
@@ -38,7 +38,7 @@ class IntegerValues:
         return self.format or self.by_layer[full_name]
 
     def fields_of(self, full_name: str, weight: Tensor) -> dict[str, Any]:
-        """What the result of a rounded layer says of its format, as `format_fields`."""
+        """The entries on its format in the result of a rounded layer, as `format_fields`."""
         return format_fields(weight, self.of(full_name))
 
     def rounded_layer(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:

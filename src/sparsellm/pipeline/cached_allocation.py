@@ -26,7 +26,7 @@ from sparsellm.solvers.quantization import packed_bits
 
 @dataclass(frozen=True, eq=False)
 class Allocated:
-    """What a rule gives the layers.
+    """The sparsities, or integer formats, that a rule gives the layers.
 
     Attributes:
         plan: The pattern of each layer.

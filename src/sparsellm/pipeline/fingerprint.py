@@ -1,4 +1,4 @@
-"""What a run depends on: compared on resume, and the key of the cache of results on dense models."""
+"""The fingerprint of a run, compared on resume, and the key of the cache of results on dense models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reads by name: whether it is there, digests of its contents, and the refusal of results of other contents."""
+"""Files that a run reads by name: whether they are there, their digests, and the refusal of results of other contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsellm.texts.paths import is_task_file, local_path
 from sparsellm.texts.texts import NAMES, check_text
 
 Inputs = Mapping[str, Mapping[str, str]]
-"""What a run read: by the name that its recipe has for it, the contents of its files as `contents` describes them."""
+"""The files that a run read: by the name in its recipe, their contents as `contents` describes them."""
 
 OF_THE_MACHINE = fields_with("machine")
 """Recipe fields that do not identify a result: it may be made on another machine."""
@@ -148,7 +148,7 @@ def current_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
 
 
 def _local_names(recipe: RunRecipe) -> Iterator[str]:
-    """What a recipe names that may be a file or a folder, besides its model."""
+    """The names in a recipe that may be files or folders, besides its model."""
     yield from [recipe.calibration] if recipe.reads_text and recipe.calibration else []
     yield from recipe.evaluate
     yield from [recipe.allocation_rule] if recipe.allocation_rule not in RULES else []

@@ -104,7 +104,7 @@ class Inspection(Summarized, CheckpointComparison):
         return sum(bits * size for bits, size in layers) / sum(size for _, size in layers) if layers else None
 
     def failures(self) -> str:
-        """What differs from the expected pattern, in a few words; empty if nothing does."""
+        """The differences from the expected pattern in a few words; empty if there are none."""
         failed = [layer.name for layer in self.layers if layer.holds is False]
         if self.as_expected:
             return ""

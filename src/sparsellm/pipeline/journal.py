@@ -30,7 +30,7 @@ JOURNAL = "journal.jsonl"
 """File name of the journal."""
 
 OF_RECIPE = "recipe."
-"""What the names of a recipe's fields begin with in a fingerprint."""
+"""The prefix of the names of a recipe's fields in a fingerprint."""
 
 
 class Journal:

@@ -1,4 +1,4 @@
-"""What a run measures of its models: perplexity on texts and accuracy on tasks."""
+"""The measurements of a run: perplexity on texts and accuracy on tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes with the weights of a packed model: sizes, report and the other files."""
+"""The sizes, report and other files that go with the weights of a packed model."""
 
 from __future__ import annotations
 

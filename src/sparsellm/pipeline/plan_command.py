@@ -1,4 +1,4 @@
-"""What `plan` tells of a run: the memory and disk space that it takes, and if its first block is pruned for real, the time."""
+"""`plan`: the memory and disk space that a run takes and, if its first block is pruned for real, the time."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
 """Freed memory that the processor's allocator keeps: this fraction of the data, at most so many bytes; measured on glibc."""
 
 StageMemory = Callable[[Any, Placement, int], Iterator[tuple[str, Memory]]]
-"""What each stage of a prepared run takes with a placement and a number of sequences per batch: see `stage_memory`."""
+"""The memory of each stage of a prepared run, by placement and number of sequences per batch: see `stage_memory`."""
 
 
 def estimate(ready: Prepared, needed: StageMemory, placement: Placement, *, batch: int, output: Path | None = None) -> RunPlan:

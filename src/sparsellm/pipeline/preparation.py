@@ -1,4 +1,4 @@
-"""What a run prepares before it reads any weights: plan, calibration and test sequences. Invalid input is rejected here."""
+"""Plan, calibration and test sequences of a run, prepared before it reads weights. Invalid input is rejected here."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def _read_texts(
 
 
 def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Iterator[str]:
-    """What the output has in another form than the checkpoint, or not at all; changes of the dtype are recorded."""
+    """Notes on tensors that the output has in another form than the checkpoint, or not; changes of the dtype are recorded."""
     target, name = source.dtype(report.recipe.dtype), report.recipe.dtype
     rounded = form.rounded()
     report.dtype_changed = dtype_changed_before(source.folder) or form.changes(target)

@@ -33,7 +33,7 @@ LEAST_LEFT = 0.1
 
 @dataclass(frozen=True)
 class State:
-    """What a command does at a moment.
+    """The state of a command at a moment.
 
     Attributes:
         run, runs: Number of the run and of all runs; 0 for a command of one run.
@@ -229,5 +229,5 @@ class Progress:
 
 
 def _kind(name: str) -> str:
-    """What stages have in common that take the same time."""
+    """The name that stages have in common which take the same time."""
     return name.removesuffix(OF_DENSE).removesuffix(PRUNED)

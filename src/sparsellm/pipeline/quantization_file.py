@@ -32,7 +32,7 @@ _SUFFIX = "_scale"
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the metadata say about a weight."""
+    """The entry of a weight in the metadata."""
 
     bits: Literal[3, 4, 8]
     group_size: Annotated[int, Field(ge=0, lt=2**31, multiple_of=MASK_WORD)]

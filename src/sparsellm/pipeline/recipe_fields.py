@@ -56,7 +56,7 @@ RULES = (*ALLOCATIONS, "bits")
 """These, and the rule of a recipe with `bits`."""
 
 Trait = Literal["path", "measured", "machine", "memory", "sparsellm", "default", "published"]
-"""What a field is: the name of a file ("path"), something to measure, which changes no weights ("measured"), a matter of the
+"""The kind of a field: a file's name ("path"), something to measure, which changes no weights ("measured"), a matter of the
 machine and not of the result ("machine"), of its memory, on which no bit depends ("memory"), or a setting of the method
 sparsellm, maybe one that only its default or only Algorithm 1 has ("default", "published")."""
 
@@ -132,7 +132,7 @@ class RunFields(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        """What `repr` and `str` show: no fields at their defaults, of which a recipe has some forty."""
+        """The fields that `repr` and `str` show: none at their defaults, of which a recipe has some forty."""
         shown = without_defaults(self.model_dump(mode="json"))
         yield from ((name, value) for name, value in super().__repr_args__() if name in shown)
 

@@ -1,4 +1,4 @@
-"""What every run does around its own work: it records what happens, starts, loads the model and measures it."""
+"""The steps of every run around its own work: it records what happens, starts, loads the model and measures it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RunArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """What a run writes down as it goes.
+    """The records that a run writes as it goes.
 
     Attributes:
         observer: Receives every event; the log is one of those that it passes them on to.

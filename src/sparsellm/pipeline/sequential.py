@@ -31,7 +31,7 @@ Step = LayerResult | EpochResult | TrainingResult | BlockResult
 
 
 class InputsReader(Protocol):
-    """What reads the activations at each block, and which of them: a method, or a recovery."""
+    """A method or a recovery, as a reader of the activations at each block."""
 
     @property
     def needs(self) -> type[TokenCount]: ...

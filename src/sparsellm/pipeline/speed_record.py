@@ -14,7 +14,7 @@ from sparsellm.runtime.memory import human_bytes
 
 @dataclass(frozen=True, repr=False)
 class Bench(Summarized):
-    """What `bench` measured.
+    """The measurement of a packed model by `bench`.
 
     Attributes:
         model: Name of the packed model.

@@ -75,7 +75,7 @@ def block_shapes(ready: Prepared, batch: int) -> BlockShapes:
 
 
 def pruning_memory(ready: PreparedPruning, placement: Placement, batch: int) -> Iterator[tuple[str, Memory]]:
-    """What each stage of a pruning run takes, by its name, in running order, with this many sequences per batch."""
+    """The memory of each stage of a pruning run, by its name, in running order, with this many sequences per batch."""
     recipe, shapes = ready.recipe, block_shapes(ready, batch)
     model = _model_bytes(placement, shapes)
     if ready.method.needs_fisher:
@@ -96,7 +96,7 @@ def pruning_memory(ready: PreparedPruning, placement: Placement, batch: int) -> 
 
 
 def recovery_memory(ready: PreparedRecovery, placement: Placement, batch: int) -> Iterator[tuple[str, Memory]]:
-    """What each stage of a recovery takes, as `pruning_memory`."""
+    """The memory of each stage of a recovery, as `pruning_memory`."""
     shapes = block_shapes(ready, batch)
     model = _model_bytes(placement, shapes)
     if ready.method.needs_fisher:
@@ -199,7 +199,7 @@ def _trained(ready: Prepared, train: Train, rank: int) -> list[int]:
 
 
 def _block_training_memory(ready: PreparedRecovery, shapes: BlockShapes) -> Memory:
-    """What recovering a block takes: its pruned weights are copied, and it is trained if the recovery trains blocks."""
+    """The memory of recovering a block: its pruned weights are copied, and it is trained if the recovery trains blocks."""
     method = ready.method
     if not method.training.steps or shapes.is_head:  # the output head is not trained
         return Memory(0, [])
@@ -213,7 +213,7 @@ def _block_training_memory(ready: PreparedRecovery, shapes: BlockShapes) -> Memo
 
 
 def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Memory:
-    """What the generation of sequences with the dense model takes, token by token."""
+    """The memory of generating sequences with the dense model, token by token."""
     config = ready.skeleton.config.get_text_config()
     stored = ready.source.dtype("auto").itemsize
     cached = 2 * 4 * ready.length / 2 * config.hidden_size * len(ready.blocks)  # keys and values, on average
@@ -224,7 +224,7 @@ def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Mem
 def _model_training_memory(
     training: ModelTraining, ready: Prepared, placement: Placement, shapes: BlockShapes
 ) -> Iterator[tuple[str, Memory]]:
-    """What each stage of training the whole model takes, by its name."""
+    """The memory of each stage of training the whole model, by its name."""
     samples, length = ready.windows.shape
     more = training.count_generated(samples, length)
     if more:

@@ -128,7 +128,7 @@ class JournalStore:
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """What whole-model training reads: the arguments of `distill` that are made with the dense model."""
+    """The arguments of `distill`, which trains the whole model, that are made with the dense model."""
 
     groups: list[Group]
     states: list[Group]

@@ -55,7 +55,7 @@ def read_tokens(
         return shared.in_memory((source.folder, *files, length, *form, *settings), find)
 
     def identity(field: str, name: str) -> object:
-        """What a text is known by: data in memory, of which some can be read only once, are not compared."""
+        """The key of a text: data in memory, of which some can be read only once, are not compared."""
         data = None if given is None or field not in given else given[field]
         if data is None:
             return name, *text_contents(name).values()

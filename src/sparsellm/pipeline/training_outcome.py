@@ -1,4 +1,4 @@
-"""What the trainings of a run changed, for the description of a recovery."""
+"""The outcome of the trainings of a run, for the description of a recovery."""
 
 from __future__ import annotations
 

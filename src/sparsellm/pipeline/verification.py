@@ -71,7 +71,7 @@ class Verification(Summarized):
     rounded: int = 0
 
     def summary(self) -> dict[str, str]:
-        """What was verified, in three lines."""
+        """The output, the numbers of what was checked, and the comparison, each in one line."""
         return {
             "output": f"{PurePath(self.output).name} is unchanged since the run wrote it",
             "checked": f"{self.files} files, {self.tensors} tensors, {self.layers} pruned layers",

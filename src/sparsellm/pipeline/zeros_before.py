@@ -1,4 +1,4 @@
-"""What is said of a run on a model that has zeros already: how many there were, how many there are, and how to keep them."""
+"""Notes on a run on a model that has zeros already: how many there were, how many there are, and how to keep them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def initial_sparsity(blocks: Sequence[Block]) -> float:
 
 
 def describe_start(initial: float, totals: Totals) -> str:
-    """What the model was before a run, in tables: dense, or with how many zeros."""
+    """The state of a model before a run, for tables: dense, or with how many zeros."""
     share = max(initial, totals.sparsity_before)
     return "dense" if share < NOTABLE else f"initial ({100 * share:.2f} % zeros)"
 
@@ -41,7 +41,7 @@ def counts(totals: Totals) -> str:
 
 
 def note_before(recipe: RunRecipe, totals: Totals | None) -> Iterator[str]:
-    """What is to be known before a run on a model that another run has pruned, from the totals of that one's report."""
+    """The note before a run on a model that another run has pruned, from the totals of that one's report."""
     if not isinstance(recipe, Recipe) or totals is None:
         return
     if totals.sparsity_of_pruned_layers >= NOTABLE and (advice := _advice(recipe, totals.sparsity_of_pruned_layers)):
@@ -50,7 +50,7 @@ def note_before(recipe: RunRecipe, totals: Totals | None) -> Iterator[str]:
 
 
 def note_after(recipe: RunRecipe, totals: Totals) -> Iterator[str]:
-    """What became of zeros that a model had before its pruning, unless they were kept and others added, as was asked for."""
+    """The note on zeros that a model had before its pruning, unless they were kept and others added, as was asked for."""
     if isinstance(recipe, Recipe) and (zeros := counts(totals)) and (advice := _advice(recipe, totals.sparsity_before)):
         yield f"of the weights in the pruned layers {zeros}. {advice}"
 

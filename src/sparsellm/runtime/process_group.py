@@ -34,10 +34,10 @@ LEAVING = 20.0
 """Seconds that rank 0 waits until the others have read why it ends. At the start of a run they may still import libraries."""
 
 FAILED = "failed"
-"""What is said of a process that ended by an error of its own."""
+"""The state of a process that ended by an error of its own, in messages."""
 
 ENDED = "ended"
-"""What a process says of itself that ends because another one did."""
+"""The state of a process that ends because another one did."""
 
 LAUNCHER = "The launcher ended this process, as it does when another one failed"
 """Reason for a process that got the signal SIGTERM."""

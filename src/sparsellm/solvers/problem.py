@@ -179,7 +179,7 @@ class SolveMemory(NamedTuple):
 
 
 USUAL_MEMORY = SolveMemory(2.6, 1.0)
-"""What a solve by SparseGPT holds."""
+"""The memory of a solve by SparseGPT."""
 
 
 def solve_bytes(solver: object, layers: Iterable[tuple[int, int]], *, curved: bool = False) -> float:

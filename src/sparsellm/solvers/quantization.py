@@ -87,7 +87,7 @@ def packed_bits(weight: Tensor, format: IntegerFormat) -> float:
 
 
 def format_fields(weight: Tensor, format: IntegerFormat | None) -> dict[str, Any]:
-    """What a result says of a weight, (out, in), with a format: its fields and `bits_per_weight`; all None without a format."""
+    """The entries of a result on the format of a weight, (out, in), with `bits_per_weight`; all None without a format."""
     if format is None:
         return dict.fromkeys(("bits", "group_size", "bits_per_weight"))
     return {**vars(format), "bits_per_weight": packed_bits(weight, format)}

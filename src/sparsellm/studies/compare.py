@@ -37,7 +37,7 @@ Table = tuple[list[str], list[list[str]]]
 """Head and lines of a table."""
 
 MeasuredOn = tuple[str, int | None, int | None, int | None]
-"""What a perplexity was measured on: name of the text, number of sequences, tokens of the longest and of all."""
+"""The sequences of a perplexity: name of the text, number of sequences, tokens of the longest and of all."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ComparedRun:
 
     @property
     def figures(self) -> dict[MeasuredOn | str, Figure]:
-        """What was measured of the pruned and the dense model: on texts by their sequences, on tasks by their names."""
+        """Measurements of the pruned and the dense model: on texts by their sequences, on tasks by their names."""
         on_texts = {key: figure_of(pair) for key, pair in self.perplexities.items() if "pruned" in pair}
         on_tasks = {task: figure_of(pair) for task, pair in self.report.tasks.items() if "pruned" in pair}
         return dict(chain[tuple[MeasuredOn | str, Figure]](on_texts.items(), on_tasks.items()))
@@ -261,7 +261,7 @@ def _bytes(path: Path, report: Report) -> int:
 
 
 def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[str]:
-    """What limits a comparison: other sequences or texts, other definitions of the error, unfinished cells."""
+    """The limits of a comparison: other sequences or texts, other definitions of the error, unfinished cells."""
     sequences: dict[str, set[MeasuredOn]] = {}
     values: dict[MeasuredOn, list[float]] = {}
     for run in runs:

@@ -304,7 +304,7 @@ OWN_MARKS = (
     b"<dc:title>sparsellm</dc:title>",
     b"Software\0sparsellm",
 )
-"""What HTML, SVG and PNG files hold near their start that this package wrote."""
+"""The marks near the start of HTML, SVG and PNG files that this package wrote."""
 
 HEAD_BYTES = 4096
 """Bytes at the start of a file in which a mark stands."""

@@ -182,7 +182,7 @@ def capitalized(text: str) -> str:
 
 
 def error_legend(figures: Iterable[Figure]) -> list[str]:
-    """What ± is in a table of figures and their changes from the dense model, in sentences."""
+    """The meaning of ± in a table of figures and their changes from the dense model, in sentences."""
     figures, over_items = list(figures), "over sequences or questions"
     seeds = sorted({figure.seeds for figure in figures if figure.seeds > 1})
     if seeds:

@@ -13,7 +13,7 @@ from sparsellm.studies.measures import Figure
 Name = TypeVar("Name", bound=Hashable)
 
 REFERENCE = "reference"
-"""What stands beside differences where nothing is said to be best."""
+"""The word beside differences where nothing is said to be best."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Ranking(Generic[Name]):
 
     @property
     def extreme(self) -> str:
-        """What the best value is: "highest" or "lowest"."""
+        """The kind of the best value: "highest" or "lowest"."""
         return "highest" if self.figure.share else "lowest"
 
     @property
     def mark(self) -> str:
-        """What is said of the best beside the differences from it: the extreme if it differs measurably from every other."""
+        """The word for the best beside the differences from it: the extreme if it differs measurably from every other."""
         return self.extreme if len(self.those(measurable=True)) == len(self.differences) else REFERENCE
 
     def those(self, *, measurable: bool | None) -> list[Name]:
@@ -55,7 +55,7 @@ def rank_figures(figures: Mapping[Name, Figure]) -> Ranking[Name] | None:
 
 
 def claim(ranking: Ranking[str]) -> str:
-    """What can be said of the best of several combinations, as the begin of a clause: "alps is best "."""
+    """The claim about the best of several combinations, as the begin of a clause: "alps is best "."""
     if not ranking.differences:
         return f"{ranking.best} " if ranking.best else ""
     if unsure := ranking.those(measurable=False):

@@ -137,7 +137,7 @@ class CellFolder:
 
 
 class FinishedInputs(SameInputs):
-    """What the finished cells of a sweep have read. What was changed since makes no table with them.
+    """The files that the finished cells of a sweep have read. Results of other contents make no table with them.
 
     Attributes:
         unknown: Number of finished cells that do not say what they read, since an earlier version ran them.

@@ -1,4 +1,4 @@
-"""What a search must meet: a perplexity, an accuracy or a size; and what it measures at each sparsity."""
+"""The target of a search: a perplexity, an accuracy or a size; and the measurements at each sparsity."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HIGHEST = 0.95
 
 @dataclass(frozen=True)
 class Target:
-    """What the pruned model must meet: exactly one of the three.
+    """The target that the pruned model must meet: exactly one of the three.
 
     Attributes:
         perplexity_increase: Largest relative increase of the perplexity on every text that the recipe evaluates.
@@ -116,7 +116,7 @@ class Decision:
 
 
 def point_of(sparsity: float, effort: str, report: Report, *, size: int | None, target: Target) -> Point:
-    """What was measured at a sparsity, and whether it meets the target."""
+    """The measurements at a sparsity, and whether they meet the target."""
     perplexity = {text: x["pruned"].value if "pruned" in x else math.inf for text, x in report.perplexity.items()}
     accuracy = {task: x["pruned"] for task, x in report.tasks.items() if "pruned" in x}
     changes = {text: report.change(text) for text, x in report.perplexity.items() if "dense" in x}
@@ -160,7 +160,7 @@ def undecided_note(points: Sequence[Point], target: Target) -> str:
 
 
 def outcome(point: Point, target: Target) -> str:
-    """What the output is known to have, as the predicate of a sentence about its sparsity."""
+    """The predicate of a sentence about a sparsity: it has the target, or why that is not certain."""
     if point.undecided:
         return f"was measured to have {target}, but so close to it that this cannot be told"
     if point.size is None and point.increase is not None and point.increase_error is None:

@@ -262,7 +262,7 @@ class TokenizedText:
         return "".join(parts), False
 
     def notes(self, windows: Tensor) -> Iterator[str]:
-        """What a user should know of sequences, (samples, length), that were made of this text."""
+        """Notes for the user on sequences, (samples, length), that were made of this text."""
         token = getattr(self._tokenizer, "bos_token", None)
         if self.papers and self.added:
             yield f"sequences of {self.text.source} are cut as in the papers' code, so that few begin with {token}: see `bos`"

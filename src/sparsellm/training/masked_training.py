@@ -37,7 +37,7 @@ class TrainingStore(Protocol):
         ...
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What was stored last; None if nothing was."""
+        """The state that was stored last; None if none was."""
         ...
 
 

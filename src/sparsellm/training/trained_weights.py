@@ -1,4 +1,4 @@
-r"""What gradient steps train, with fixed masks: the parameters themselves, or low-rank factors of a change to them.
+r"""The tensors that gradient steps train, with fixed masks: the parameters, or low-rank factors of a change to them.
 
 The factors follow Zimmer et al., PERP: Rethinking the Prune-Retrain Paradigm in the Era of LLMs (2023), which retrains pruned
 models by LoRA (Hu et al., 2022) with the mask inside the product.
