@@ -161,7 +161,9 @@ def _merged_already(*_: object, **__: object) -> None:
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Raise InvalidSetting if processes share the weights."""
+    """Raise InvalidSetting unless this is a model, of which processes share no weights."""
+    if not isinstance(model, nn.Module):
+        raise InvalidSetting(f"`model` must be a model, got {type(model).__name__}. Load it with from_pretrained first.")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InvalidSetting("The model is sharded. Add an adapter before, and merge a saved one in one process.")
 

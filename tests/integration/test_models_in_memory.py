@@ -204,6 +204,7 @@ def test_every_result_prints_in_two_or_three_lines(tiny: dict[str, Path], text_f
         (lambda model: sparsellm.recover(model, "demo:opt", "demo"), r"folder that a run wrote"),
         (lambda model: sparsellm.inspect(model.to("meta")), r"model\.\S+ is not in memory"),
         (lambda _: sparsellm.inspect(3), r"a model of transformers in memory, got int\."),  # type: ignore[arg-type]
+        (lambda _: sparsellm.sweep(3), r"sweep .*got int\."),  # type: ignore[arg-type]
         (lambda _: sparsellm.prune(None), r"a model of transformers in memory, got NoneType\."),  # type: ignore[arg-type]
         (lambda model: sparsellm.prune(model, "magnitude", sparsty=0.5), r"'sparsty'\. Did you mean 'sparsity'"),
         (lambda model: sparsellm.evaluate(model, "demo", sample=1), r"'sample'\. Known: "),

@@ -302,6 +302,7 @@ def quantized(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "named"),
     [
+        (lambda: "demo:llama", InvalidSetting, "`model`.*str"),
         (lambda: pruned_model("gpt2"), InvalidSetting, r"llama .*q_proj"),
         (other_width, InvalidSetting, r"down_proj.*\(4, 24\).*\(4, 20\)"),
         (lambda: quantized(pruned_model()), UnsupportedModel, "quantized"),
@@ -330,6 +331,7 @@ COPIED = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["o_proj"])
 @pytest.mark.parametrize(
     ("make", "error", "named"),
     [
+        (lambda: "demo:llama", InvalidSetting, "`model`.*str"),
         (pruned_model, InvalidSetting, "LlamaForCausalLM"),
         (lambda: get_peft_model(pruned_model(), PROMPTS), InvalidSetting, "PeftModelForCausalLM"),
         (lambda: get_peft_model(quantized(pruned_model()), LORA), UnsupportedModel, "quantized"),

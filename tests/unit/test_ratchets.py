@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 592,
+    ".": 594,
     "activations": 1_317,
     "allocation": 661,
     "checkpoints": 4_206,
@@ -26,7 +26,7 @@ LINES = {
     "pipeline": 11_274,
     "runtime": 1_463,
     "solvers": 2_557,
-    "studies": 3_963,
+    "studies": 3_969,
     "texts": 2_405,
     "training": 1_628,
 }

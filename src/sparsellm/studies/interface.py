@@ -97,6 +97,8 @@ def sweep(
         InvalidSetting: The file, a selection or a change is invalid.
         OutputExists: The folder exists and is not the folder of a sweep.
     """
+    if not isinstance(file, (str, Path, Mapping)):
+        raise InvalidSetting(f"A sweep is a YAML file or its content as a mapping, got {type(file).__name__}.")
     labels = {axis: [value] if isinstance(value, str) else value for axis, value in (only or {}).items()}
     cells = read_sweep(file, smoke=smoke, changes=[f"{name}={json.dumps(value)}" for name, value in (changes or {}).items()])
     if output is None and isinstance(file, Mapping):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -102,6 +102,10 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
     axes = full_axes | {axis: _points(axis, spec) for axis, spec in overrides.axes.items()}
     for change in changes:
         _apply_change(change, shared, axes)
+    for name, value in shared.items():
+        holds_several = name not in Recipe.model_fields or get_origin(Recipe.model_fields[name].annotation) is tuple
+        if isinstance(value, list) and not holds_several:
+            raise InvalidSetting(f"`{name}:` has several values for one recipe, got {value}. Move it below `axes:`.")
     labels = {name: tuple(points) for name, points in axes.items()}
     if (count := prod(map(len, labels.values()))) > MAX_CELLS:
         raise InvalidSetting(
