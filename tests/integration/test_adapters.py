@@ -170,7 +170,7 @@ def test_reports_and_warnings_have_it(both: Path, tmp_path: Path) -> None:
     """From Python: the report of a run, and a warning where there is none."""
     out = prune(both, "magnitude", "50%").save_pretrained(tmp_path / "out")
     assert sum(TOLD in note for note in report_of(out)["notes"]) == 1
-    with pytest.warns(UserWarning, match="has an adapter beside its weights"):
+    with pytest.warns(UserWarning, match="adapter"):
         sparsellm.inspect(both)
 
 
@@ -178,5 +178,5 @@ def test_an_adapter_alone(both: Path) -> None:
     """Is no model: the message names its base."""
     (both / "model.safetensors").unlink()
     for call in (lambda: prune(both, "magnitude", "50%"), lambda: sparsellm.inspect(both), lambda: sparsellm.pack(both, "x")):
-        with pytest.raises(BadCheckpoint, match=r"both is only an adapter of some/base\. Merge it first"):
+        with pytest.raises(BadCheckpoint, match=r"both .*adapter of some/base"):
             call()

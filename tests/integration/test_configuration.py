@@ -42,8 +42,8 @@ def model(tiny: dict[str, Path], tmp_path: Path) -> Path:
     [
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers 1,000,000,000",)),
         ({"num_hidden_layers": 10**18}, ("num_hidden_layers",)),
-        ({"num_hidden_layers": 200}, ("200 blocks", "hold 3")),
-        ({"num_hidden_layers": 4}, ("4 blocks", "hold 3")),
+        ({"num_hidden_layers": 200}, ("num_hidden_layers 200", "hold 3")),
+        ({"num_hidden_layers": 4}, ("num_hidden_layers 4", "hold 3")),
         ({"hidden_size": 10**12}, ("hidden_size",)),
         ({"hidden_size": 33}, ("config.json",)),
         ({"intermediate_size": 49}, ("mlp.", "49")),

@@ -191,7 +191,7 @@ def test_what_was_dropped_or_rounded_in_silence_is_found(dense: Path, tmp_path: 
     dropped = prune(dense, "magnitude", "50%").save_pretrained(tmp_path / "dropped")
     kept = {name: x for name, x in tensors(dropped).items() if not name.startswith("mtp.")}
     save_file(kept, dropped / "model.safetensors", {"format": "pt"})
-    with pytest.raises(VerificationFailed, match=r"mtp\.eh_proj\.weight of the dense model is missing"):
+    with pytest.raises(VerificationFailed, match=r"mtp\.eh_proj\.weight"):
         verify(silent(dropped, lambda report: None), dense)
     rounded = prune(dense, "magnitude", "50%", dtype="bfloat16").save_pretrained(tmp_path / "rounded")
     with pytest.raises(VerificationFailed, match="has another dtype than in the dense model, which the report does not say"):
@@ -265,7 +265,7 @@ def test_a_pointer_of_git_lfs(dense: Path) -> None:
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         saved = (dense / name).read_bytes()
         (dense / name).write_bytes(pointer)
-        with pytest.raises(BadCheckpoint, match=rf"{name} is a Git LFS pointer, not the file: run git lfs pull"):
+        with pytest.raises(BadCheckpoint, match=rf"{name} .*git lfs pull"):
             prune(dense, "magnitude", "50%")
         (dense / name).write_bytes(saved)
     for name in ("pytorch_model.bin", "model.onnx", ".git/objects/pointer"):  # of which nothing is read

@@ -30,7 +30,7 @@ NAMES = ["n" * 256 + ".safetensors", "d/" * 3000 + "a.safetensors", "a\0b.safete
 @pytest.mark.parametrize("name", NAMES, ids=["long part", "long path", "NUL"])
 def test_index_naming_an_impossible_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(BadCheckpoint, match="file in its folder"):
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors\.index\.json"):
         check_files("model", tmp_path)
 
 
@@ -40,7 +40,7 @@ def test_report_naming_an_impossible_file(name: str, tiny: dict[str, Path], tmp_
     file = tmp_path / "out" / "sparsellm.json"
     report = json.loads(file.read_text())
     file.write_text(json.dumps({**report, "files": [*report["files"], name]}))
-    with pytest.raises(BadCheckpoint, match="not in the folder"):
+    with pytest.raises(BadCheckpoint, match=r"sparsellm\.json"):
         read_output(tmp_path / "out")
 
 
@@ -48,7 +48,7 @@ def test_parquet_of_text_that_is_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "words.parquet"
     words = pyarrow.StringArray.from_buffers(1, pyarrow.array([0, 1], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"\xf4"))
     parquet.write_table(pyarrow.table({"text": words}), file)
-    with pytest.raises(BadText, match="not a Parquet file"):
+    with pytest.raises(BadText, match=r"words\.parquet"):
         read_text(str(file), "calibration")
 
 

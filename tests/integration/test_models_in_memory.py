@@ -197,7 +197,7 @@ def test_every_result_prints_in_two_or_three_lines(tiny: dict[str, Path], text_f
     [
         (
             sparsellm.verify,
-            r"A folder that a run wrote is needed, got OPTForCausalLM\. Write .* pass the folder",
+            r"folder that a run wrote .*OPTForCausalLM",
         ),
         (sparsellm.load_report, r"folder that a run wrote"),
         (sparsellm.report, r"folder that a run wrote"),
@@ -210,7 +210,7 @@ def test_every_result_prints_in_two_or_three_lines(tiny: dict[str, Path], text_f
         (lambda model: sparsellm.evaluate(model, "demo", sample=1), r"'sample'\. Known: "),
         (lambda model: sparsellm.evaluate(model, "demo", evaluate_limits=1), r"Did you mean 'evaluate_limit'"),
         (lambda model: sparsellm.prune(model, "wnda"), r"`method` is unknown: got 'wnda'\. Did you mean 'wanda'"),
-        (lambda model: sparsellm.prune(model, "magnitude", 70), r"`sparsity` must be in \[0, 1\), got 70\. For 70 % write"),
+        (lambda model: sparsellm.prune(model, "magnitude", 70), r"`sparsity` .*\[0, 1\), got 70"),
         (lambda model: sparsellm.prune(model, "magnitude", [0.5]), "can have one sparsity, got 1"),
         (lambda model: sparsellm.prune(model, "magnitude", True), r"`sparsity` must be a fraction, .* got 'True'"),
         (lambda model: sparsellm.prune(model, "magnitude", samples="many"), r"`samples`: .*, got 'many'"),
@@ -300,7 +300,7 @@ def test_perplexity_refuses_weights_without_values(tiny: dict[str, Path]) -> Non
 def test_functions_of_folders_refuse_a_model(call: Callable[..., object], tiny: dict[str, Path], tmp_path: Path) -> None:
     output = () if call in (sparsellm.load, sparsellm.bench) else (tmp_path / "out",)
     target = {"max_perplexity_increase": "5%"} if call is sparsellm.search else {}
-    with pytest.raises(InvalidSetting, match="folder or hub name is needed, got LlamaForCausalLM"):
+    with pytest.raises(InvalidSetting, match="LlamaForCausalLM"):
         call(loaded(tiny["llama"]), *output, **target)
 
 
@@ -425,7 +425,7 @@ def test_every_spelling_of_a_sparsity(sparsity: Any, tiny: dict[str, Path]) -> N
 
 def test_the_result_of_a_run_in_place_of_a_model_is_refused(tiny: dict[str, Path]) -> None:
     result = sparsellm.prune(tiny["opt"], "magnitude")
-    with pytest.raises(InvalidSetting, match=r"got Result\. Pass its attribute model\."):
+    with pytest.raises(InvalidSetting, match=r"Result.*attribute model"):
         sparsellm.inspect(result)  # type: ignore[arg-type]
-    with pytest.raises(InvalidSetting, match=r"got Result\. Write the result of a run with save_pretrained"):
+    with pytest.raises(InvalidSetting, match=r"Result.*save_pretrained"):
         sparsellm.verify(result)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ LINES = {
     ".": 594,
     "activations": 1_317,
     "allocation": 661,
-    "checkpoints": 4_206,
+    "checkpoints": 4_183,
     "cli": 2_014,
     "evaluation": 1_055,
     "formats": 2_596,

@@ -59,15 +59,12 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     Raises:
         BadCheckpoint: config.json is missing, or is not the configuration of a model.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise BadCheckpoint(f"{name} has no config.json. Name the folder of a checkpoint, as save_pretrained writes it.")
-    fields = read_json(file, BadCheckpoint)
-    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise BadCheckpoint(f"{name}: config.json is not the configuration of a model (no `model_type`).")
-    for field, value in fields.items():
-        if field.endswith("_config") and not isinstance(value, (dict, type(None))):
-            raise BadCheckpoint(f"{name}: config.json is damaged: {field} must hold fields, got {str(value)[:80]}.")
+    content = read_json(folder / "config.json", BadCheckpoint)
+    fields = content if isinstance(content, dict) else {}
+    wrong = [] if isinstance(fields.get("model_type"), str) else ["model_type"]
+    wrong += [key for key, value in fields.items() if key.endswith("_config") and not isinstance(value, (dict, type(None)))]
+    if wrong:
+        raise BadCheckpoint(f"{name}: config.json is not the configuration of a model: it needs a valid `{wrong[0]}`.")
     return fields
 
 
@@ -320,13 +317,11 @@ def _check_blocks(name: str, config: PretrainedConfig, headers: Mapping[str, Ten
     if config.attribute_map.get("num_hidden_layers", "").startswith("encoder"):
         return  # the files of a decoder alone have no encoder layers
     blocks = getattr(config, "num_hidden_layers", None)
-    if isinstance(blocks, int) and blocks < 1:
-        raise BadCheckpoint(f"{name}: config.json says num_hidden_layers {blocks}, and a model has at least one. Correct it.")
     numbers = [int(part) for key in headers for part in key.split(".") if part.isdecimal() and len(part) < 10]
     stored = max(numbers, default=-1) + 1
-    if isinstance(blocks, int) and blocks > stored:
+    if isinstance(blocks, int) and not 1 <= blocks <= stored:
         raise BadCheckpoint(
-            f"{name}: config.json calls for {blocks:,} blocks, and the weight files hold {stored:,}. "
+            f"{name}: config.json says num_hidden_layers {blocks:,}, and the weight files hold {stored:,} blocks. "
             "The download may be incomplete, or config.json belongs to another model."
         )
 

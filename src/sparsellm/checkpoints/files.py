@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,8 +117,6 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
         if is_begun(path):
             raise BadCheckpoint(f"{name} {UNFINISHED}")
         return path
-    if path.exists():
-        raise BadCheckpoint(f"{name} is a file. Name the folder that holds config.json and the weights.")
     if not is_hub_name(name):
         raise BadCheckpoint(
             f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
@@ -141,10 +139,10 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
         others = sorted(WEIGHTS - {".safetensors", ".bin"})
         ignored = [*(f"*{suffix}" for suffix in others), "original/*", *([] if with_code else ["*.py"])]
         return Path(snapshot_download(name, revision=revision, ignore_patterns=ignored))
-    except RevisionNotFoundError:
-        raise BadCheckpoint(f"{name} has no revision {revision!r} on the hub. Name a branch, a tag or a commit.") from None
-    except (RepositoryNotFoundError, HFValidationError):
-        raise BadCheckpoint(f"There is no folder {name}, and no such model on the hub (or it is private). {advice}") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
+        of = "" if revision is None else f" with the revision {revision!r}"
+        reason = f"There is no folder {name}, and no such model on the hub{of} (or it is private)."
+        raise BadCheckpoint(f"{reason} {advice}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise Unreachable(f"There is no folder {name}, and the hub cannot be reached ({first_line(error)}). {advice}") from None
 
@@ -160,10 +158,7 @@ def check_files(name: str, folder: Path) -> list[Path]:
         raise BadCheckpoint(
             f"{name} has no weights: no model.safetensors and no index of shards. The download may be incomplete."
         )
-    try:
-        files = _shards(main) if main.suffix == ".json" else [main]
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{name}: {error}") from None
+    files = _shards(name, main) if main.suffix == ".json" else [main]
     for file in files:
         _check_pointer(name, file)
     return files
@@ -180,7 +175,7 @@ def check_within(name: str, folder: Path) -> None:
         if any(part.startswith(".") for part in file.relative_to(folder).parts):
             continue  # hidden files are neither read nor copied
         if file.is_file() or file.is_symlink():
-            _check_link(f"{name}: ", file, folder)
+            _check_link(name, file, folder)
         if file.is_file() and file.suffix not in WEIGHTS:  # of these only the ones that are read must be there
             _check_pointer(name, file)
     if (folder / ADAPTER_CONFIG).is_file() and not any((folder / shard).is_file() for shard in SHARDS):
@@ -205,44 +200,44 @@ def _check_pointer(name: str, file: Path) -> None:
         raise BadCheckpoint(f"{name}: {file.name} {IS_POINTER}.")
 
 
-def _check_link(prefix: str, file: Path, folder: Path) -> None:
+def _check_link(name: str, file: Path, folder: Path) -> None:
     """Raise BadCheckpoint for a link to a file that is neither in a folder nor in the hub cache's blobs of that folder."""
-    try:
-        file.stat()
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # of which `Path.resolve` raises another error in each version of Python, or none
-            raise BadCheckpoint(f"{prefix}{file.name} is a link to itself. Put the file in its place, or remove it.") from None
-    target = file.resolve()
+    target = Path(os.path.realpath(file))  # of a link to itself `Path.resolve` raises an error, as the version of Python has it
     resolved = folder.resolve()
     is_snapshot = resolved.parent.name == "snapshots" and resolved.parents[1].name.startswith("models--")
     parents = (resolved, resolved.parents[1] / "blobs") if is_snapshot else (resolved,)
     if not any(target.is_relative_to(parent) for parent in parents):
         raise BadCheckpoint(
-            f"{prefix}{file.name} is a link to {target}, outside the folder. "
+            f"{name}: {file.name} is a link to {target}, outside the folder. "
             "Put a copy of the file in its place, or name the folder that holds the files."
         )
 
 
-def _shards(index: Path) -> list[Path]:
+def _shards(name: str, index: Path) -> list[Path]:
     """Return the weight files in an index; raise BadCheckpoint if one is missing or outside the index's folder."""
     content = read_json(index, BadCheckpoint)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
-        raise BadCheckpoint(f"{index.name} is damaged: its `weight_map` must name a file for each tensor. Download it again.")
+    fields = content if isinstance(content, dict) else {}
+    weight_map, metadata = fields.get("weight_map"), fields.get("metadata")  # without which transformers does not load files
     suffix = ".bin" if ".bin" in index.suffixes else ".safetensors"
-    names = sorted(set(weight_map.values()))
-    files = [index.parent / name for name in names]
-    for name, file in zip(names, files, strict=True):
-        if not is_path(name) or Path(name).is_absolute() or ".." in Path(name).parts or file.suffix != suffix:
-            raise BadCheckpoint(
-                f"{index.name} names {name[:80]!r}, which is not a {suffix} file in its folder. "
-                "Get a sound copy of the checkpoint."
-            )
-    if not isinstance(content.get("metadata"), dict):  # without which transformers does not load the files
-        raise BadCheckpoint(f"{index.name} is damaged: it has no `metadata`. Download it again.")
+    named = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    strange = [file for file in named if not _is_inside(file, suffix)]
+    if not named or strange or not isinstance(metadata, dict):
+        got = f", got {str(strange[0])[:80]!r}" if strange else ""
+        raise BadCheckpoint(
+            f"{name}: {index.name} is damaged: it must have `metadata`, and in `weight_map` a {suffix} file in its folder for "
+            f"each tensor{got}. Download it again."
+        )
+    files = [index.parent / file for file in sorted(set(named))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise BadCheckpoint(f"it lacks {len(missing)} of {len(files)} weight files, {missing[0]} among them.")
+        raise BadCheckpoint(f"{name} lacks {len(missing)} of {len(files)} weight files, {missing[0]} among them.")
     for file in files:
-        _check_link("", file, index.parent)
+        _check_link(name, file, index.parent)
     return files
+
+
+def _is_inside(name: object, suffix: str) -> bool:
+    """Whether an index names a file with this suffix, below its folder."""
+    if not isinstance(name, str) or not is_path(name):
+        return False
+    return not Path(name).is_absolute() and ".." not in Path(name).parts and Path(name).suffix == suffix

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -139,22 +138,22 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     """
     try:
         content: Any = torch.load(file, map_location="cpu", mmap=is_zip(file), weights_only=True)
-    except UnpicklingError as error:
-        raise BadCheckpoint(
-            f"{file.name} is damaged or holds more than tensors, and code in a weight file is not run."
-        ) from error
     except Exception as error:  # torch may raise any exception on a damaged file
         raise_unless_damaged(error)
-        raise BadCheckpoint(f"{file.name} is damaged or cut off: torch cannot read it. Download it again.") from error
-    if not isinstance(content, Mapping):
-        raise BadCheckpoint(f"{file.name} holds a {type(content).__name__}, not tensors by name.")
+        raise BadCheckpoint(
+            f"{file.name} is damaged or holds more than tensors, and code in a weight file is not run. Download it again."
+        ) from error
     size = file.stat().st_size
-    for key, tensor in content.items():
-        strided = isinstance(key, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if not strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise BadCheckpoint(f"{file.name} holds more than plain tensors: {str(key)[:80]!r} is not one.")
-        if tensor.numel() * tensor.element_size() > size:  # a stride of zero repeats stored elements
-            raise BadCheckpoint(f"{file.name} is damaged: it has {size:,} bytes, and {key} alone would take more.")
+    strange = [type(content).__name__] if not isinstance(content, Mapping) else []
+    for key, tensor in content.items() if not strange else ():
+        is_plain = isinstance(key, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_plain = is_plain and not tensor.is_quantized and tensor.device.type == "cpu"
+        if not is_plain or tensor.numel() * tensor.element_size() > size:  # a stride of zero repeats stored elements
+            strange.append(str(key)[:80])
+    if strange:
+        raise BadCheckpoint(
+            f"{file.name} holds more than plain tensors of at most its {size:,} bytes: {strange[0]!r} is not one."
+        )
     return dict(content)
 
 
@@ -281,15 +280,12 @@ def _unpacked_headers(
     if "-of-" in file.name:  # transformers writes the list of all shards into each
         entries = {key: entry for key, entry in entries.items() if key in headers}
     for key, entry in entries.items():
-        if key not in headers:
-            raise BadCheckpoint(f"{file.name} is damaged: it lists the packed tensor {key[:80]}, which it does not hold.")
         names = parts_of(key, headers).values()
-        if wrong := [name for name in names if headers[name].dtype != "uint8" or len(headers[name].shape) != 1]:
-            raise BadCheckpoint(f"{file.name} is damaged: {wrong[0][:80]} is no part of a packed tensor.")
+        are_bytes = all(headers[name].dtype == "uint8" and len(headers[name].shape) == 1 for name in names)
         size = sum(headers[name].numel for name in names)
-        if not can_hold(size, entry.matrix):
+        if key not in headers or not are_bytes or not can_hold(size, entry.matrix):
             raise BadCheckpoint(
-                f"{file.name} is damaged: {key[:80]} of shape {entry.shape} cannot be in {size:,} bytes. "
+                f"{file.name} is damaged: {key[:80]} of shape {entry.shape} cannot be in parts of {size:,} bytes. "
                 "Get a sound copy of the file."
             )
         parts |= set(names)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -139,10 +138,6 @@ class Checkpoint:
                     trust_remote_code=self.trusted,
                     **keywords,
                 )
-        except UnpicklingError as error:
-            raise BadCheckpoint(
-                f"{self.name}: a .bin file holds more than tensors, and code in a weight file is not run."
-            ) from error
         except InvalidSetting:
             raise
         except (OSError, ValueError, RuntimeError, KeyError) as error:

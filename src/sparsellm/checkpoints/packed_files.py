@@ -155,11 +155,11 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({first_line(error)}).") from None
     for key, entry in entries.items():
-        if entry.bits not in (None, *WIDTHS) or entry.group_size not in GROUP_SIZES:
-            raise BadCheckpoint(f"{file.name} is damaged: {key[:80]} has {entry.bits} bits in groups of {entry.group_size}.")
-        if len(entry.shape) < 2 or min(entry.shape) < 1 or entry.dtype not in ("float32", "float16", "bfloat16"):
+        is_matrix = len(entry.shape) >= 2 and min(entry.shape) >= 1 and entry.dtype in ("float32", "float16", "bfloat16")
+        if not is_matrix or entry.bits not in (None, *WIDTHS) or entry.group_size not in GROUP_SIZES:
             raise BadCheckpoint(
-                f"{file.name} is damaged: {key[:80]} of shape {entry.shape} in {entry.dtype[:20]} is not packed."
+                f"{file.name} is damaged: {key[:80]} of shape {entry.shape} in {entry.dtype[:20]} with {entry.bits} bits in "
+                f"groups of {entry.group_size} is not packed."
             )
     return entries
 

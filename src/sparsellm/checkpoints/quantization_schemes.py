@@ -100,7 +100,6 @@ class Scheme(ABC):
         weight: Ending of the weight's name in the model, in place of these.
         transposed: Whether the model's weight is the transpose of the stored matrix.
         activation_scales: Endings of tensors that serve to quantize activations, which a dense model does without.
-        is_bytes: Whether the bytes of the numbers may be stored as any dtype.
     """
 
     numbers_in: ClassVar[tuple[str, ...]]
@@ -114,7 +113,6 @@ class Scheme(ABC):
         *(f".{of}_{part}" for of in "kvq" for part in ("scale", "zero_point")),
         ".kv_scale",
     )
-    is_bytes: ClassVar[bool] = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -304,19 +302,15 @@ class BitsAndBytes4(Scheme):
     states = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
     others = (".quant_map", ".nested_absmax", ".nested_quant_map", *states)
     name = "bitsandbytes 4-bit"
-    is_bytes = True
 
     def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
-        ending = next((ending for ending in self.states if ending in parts), None)
-        if ending is None or ".quant_map" not in parts:
-            raise Contradiction("has no quant_state or no quant_map")
         try:
-            state = json.loads(read(ending))
+            state = json.loads(read(next(ending for ending in self.states if ending in parts)))
             shape, size = tuple(map(int, state["shape"])), int(state["blocksize"])
             nested = int(state.get("nested_blocksize") or 0)
             offset = float(state.get("nested_offset") or 0.0)
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise Contradiction("has a quant_state that cannot be read") from error
+        except (StopIteration, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise Contradiction("has no quant_state that can be read") from error
         count, packed, scales = math.prod(shape), parts[""], parts[".absmax"]
         if (
             len(shape) < 2
@@ -324,11 +318,12 @@ class BitsAndBytes4(Scheme):
             or nested < 0
             or math.prod(packed.shape) * getattr(torch, packed.dtype).itemsize != -(-count // 2)
             or math.prod(scales.shape) != -(-count // size)
+            or ".quant_map" not in parts
             or math.prod(parts[".quant_map"].shape) != 16
+            or (scales.dtype == "uint8") != (nested > 0)
+            or (nested and {".nested_absmax", ".nested_quant_map"} - parts.keys())
         ):
             raise Contradiction(f"of shape {shape} in blocks of {size} is not in {_said(packed)} with scales {_said(scales)}")
-        if (scales.dtype == "uint8") != (nested > 0) or (nested and {".nested_absmax", ".nested_quant_map"} - parts.keys()):
-            raise Contradiction(f"has scales {_said(scales)}, and its quant_state says otherwise")
         return Layout(
             (count // shape[-1], shape[-1]),
             4,
@@ -377,11 +372,16 @@ class GPTQ(Scheme):
 
     def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
         words, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
-        if words.dtype != "int32" or len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in SCALES:
-            raise Contradiction(f"has numbers {_said(words)} and scales {_said(scales)}")
-        shape = words.shape[0] * WORD_BITS // self.bits, words.shape[1]
+        are_matrices = self._are_matrices(words, scales)
+        shape = (words.shape[0] * WORD_BITS // self.bits, words.shape[1]) if are_matrices else (0, 0)
         is_listed = "g_idx" not in parts or parts["g_idx"].shape == shape[:1]
-        if scales.shape[1] != shape[1] or not is_listed or zeros is None or zeros.shape != self._zeros_shape(scales):
+        if (
+            not are_matrices
+            or scales.shape[1] != shape[1]
+            or not is_listed
+            or zeros is None
+            or zeros.shape != self._zeros_shape(scales)
+        ):
             raise Contradiction(
                 f"has numbers {_said(words)}, scales {_said(scales)} and other zero points or groups than these"
             )
@@ -389,6 +389,10 @@ class GPTQ(Scheme):
         if type(size) is not int or size < 1 or -(-shape[0] // size) != scales.shape[0]:
             size = -(-shape[0] // scales.shape[0])
         return Layout(shape, self.bits, (size, 1), "integers")
+
+    def _are_matrices(self, words: PartHeader, scales: PartHeader) -> bool:
+        """Whether words of numbers and scales are matrices in the dtypes of the scheme."""
+        return words.dtype == "int32" and len(words.shape) == len(scales.shape) == 2 and scales.dtype in SCALES
 
     def _zeros_shape(self, scales: PartHeader) -> tuple[int, int]:
         """The shape of the zero points."""
@@ -421,12 +425,17 @@ class AWQ(GPTQ):
         return f"AWQ int{self.bits}"
 
     def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
-        words, scales = parts["qweight"], parts["scales"]
-        if words.dtype != "int32" or len(words.shape) != 2 or len(scales.shape) != 2 or scales.dtype not in SCALES:
-            raise Contradiction(f"has numbers {_said(words)} and scales {_said(scales)}")
-        shape, zeros = (words.shape[0], words.shape[1] * WORD_BITS // self.bits), parts.get("qzeros")
-        if scales.shape[1] != shape[1] or shape[0] % scales.shape[0] or not zeros or zeros.shape != self._zeros_shape(scales):
-            raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)}, and other zero points")
+        words, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
+        are_matrices = self._are_matrices(words, scales)
+        shape = (words.shape[0], words.shape[1] * WORD_BITS // self.bits) if are_matrices else (0, 0)
+        if (
+            not are_matrices
+            or scales.shape[1] != shape[1]
+            or shape[0] % scales.shape[0]
+            or zeros is None
+            or zeros.shape != self._zeros_shape(scales)
+        ):
+            raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)} and other zero points")
         return Layout(shape, self.bits, (shape[0] // scales.shape[0], 1), "integers")
 
     def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
@@ -457,11 +466,10 @@ def block_of(
     if math.prod(scale.shape) == 1 or (len(shape) == 3 and scale.shape in (shape[:1], (shape[0], 1, 1))):
         return rows, columns
     given = (*scale.shape, 1) if len(scale.shape) == len(shape) - 1 else scale.shape
-    if given[:-2] != tuple(shape[:-2]) or len(given) != len(shape):
-        raise Contradiction(f"of shape {tuple(shape)} has scales {_said(scale)}")
-    if declared and given[-2:] == (-(-rows // declared[0]), -(-columns // declared[1])):
+    is_like = given[:-2] == tuple(shape[:-2]) and len(given) == len(shape)
+    if is_like and declared and given[-2:] == (-(-rows // declared[0]), -(-columns // declared[1])):
         return declared
-    if declared or rows % given[-2] or columns % given[-1]:
+    if not is_like or declared or rows % given[-2] or columns % given[-1]:
         blocks = f", and config.json says blocks of {declared[0]} x {declared[1]}" if declared else ""
         raise Contradiction(f"of shape {tuple(shape)} has scales {_said(scale)}{blocks}")
     return rows // given[-2], columns // given[-1]

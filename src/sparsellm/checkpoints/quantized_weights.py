@@ -248,20 +248,11 @@ def _weight(
         raise UnsupportedModel(f"{first[1][:120]} scales activations, which AWQ does in some families, and that is not read.")
     if wrong := next((x for x in stored.values() if min(x.shape, default=1) < 1 or not hasattr(torch, x.dtype)), None):
         raise BadCheckpoint(f"{where} has a part of shape {list(wrong.shape)} in {wrong.dtype}. Get a sound copy.")
-    if not any(ending in parts for ending in scheme.numbers_in):
+    numbers = next((stored[ending] for ending in scheme.numbers_in if ending in parts), None)
+    if numbers is None or scheme.scales_in not in parts:
+        lost = "numbers" if numbers is None else f"scales (…{scheme.scales_in})"
         raise BadCheckpoint(
-            f"{where} has scales ({first[1][:120]}) and no numbers. The download may be incomplete: get a sound copy."
-        )
-    numbers = next(stored[ending] for ending in scheme.numbers_in if ending in parts)
-    if scheme.scales_in not in parts:
-        raise BadCheckpoint(
-            f"{where} is quantized ({scheme.name}) and has no scales (…{scheme.scales_in}). "
-            "The download may be incomplete: get a sound copy."
-        )
-    if numbers.dtype in FLOATS_READ and not scheme.is_bytes:
-        raise BadCheckpoint(
-            f"{where} is in {numbers.dtype} beside scales of {scheme.name}: the folder is dequantized in part. "
-            "Get a sound copy, or dequantize all of it and remove quantization_config from config.json."
+            f"{where} is quantized ({scheme.name}) and has no {lost}. The download may be incomplete: get a sound copy."
         )
     if numbers.dtype.startswith("float") and numbers.dtype not in (*FLOAT8, *FLOATS_READ):
         raise UnsupportedModel(
@@ -272,7 +263,8 @@ def _weight(
         layout = scheme.layout(stored, lambda ending: read(*parts[ending]))
     except Contradiction as error:
         raise BadCheckpoint(
-            f"{where} {error}, which is not {scheme.name}. config.json may belong to another model: get a sound copy."
+            f"{where} {error}, which is not {scheme.name}. config.json may belong to another model, or the folder be "
+            "dequantized in part: get a sound copy."
         ) from None
     own = stored[scheme.scales_in].dtype if scheme.integers(layout) else ""
     shape = layout.details.get("shape", layout.shape)
@@ -291,16 +283,13 @@ def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mappin
             f"config.json says that the weights are quantized ({name}), and none of them is. If they were dequantized, remove "
             "quantization_config from config.json."
         )
-    if key := next((key for key, stored in plain.items() if stored.dtype in FLOAT8), None):
-        raise BadCheckpoint(
-            f"{key[:120]} is in {plain[key].dtype} and has no scales. The download may be incomplete: get a sound copy."
-        )
-    roles = {_role(key): key for key in found} if isinstance(files.scheme, Float8) else {}  # others keep some layers plain
+    roles = {_role(key) for key in found} if isinstance(files.scheme, Float8) else set()  # others keep some layers plain
     for key, stored in plain.items():
-        if (other := roles.get(_role(key))) and len(stored.shape) > 1 and not _is_left_out(key, fields):
+        is_matrix = _role(key) in roles and len(stored.shape) > 1
+        if stored.dtype in FLOAT8 or (is_matrix and not _is_left_out(key, fields)):
             raise BadCheckpoint(
-                f"{key[:120]} is in {stored.dtype}, while {other[:120]} is quantized ({name}), and config.json does not list "
-                "it as left out: the folder is dequantized in part. Get a sound copy."
+                f"{key[:120]} is in {stored.dtype} and has no scales, while the weights are quantized ({name}), and "
+                "config.json does not list it as left out: the folder is incomplete, or dequantized in part. Get a sound copy."
             )
 
 

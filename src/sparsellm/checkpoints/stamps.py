@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,15 +93,13 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 def _check_readable(name: str, folder: Path, file: Path) -> None:
     """Raise BadCheckpoint unless a file can be copied."""
-    shown = file.relative_to(folder)
-    if not file.exists():
-        raise BadCheckpoint(
-            f"{name}: {shown} is a link to {file.readlink()}, which is not there. Put the file in its place, or remove it."
-        )
-    if not file.is_file():
-        raise BadCheckpoint(f"{name}: {shown} is a pipe, a socket or a device, which cannot be copied. Remove it.")
     try:
+        if file.exists() and not file.is_file():
+            raise OSError(errno.EINVAL, "a pipe, a socket or a device")  # opening a pipe would wait
         with file.open("rb") as stream:
             stream.read(1)
     except OSError as error:
-        raise BadCheckpoint(f"{name}: {shown} cannot be read ({error.strerror}). Make it readable, or remove it.") from None
+        shown = file.relative_to(folder)
+        raise BadCheckpoint(
+            f"{name}: {shown} cannot be read ({error.strerror}). Put a file that can be read in its place, or remove it."
+        ) from None

@@ -25,7 +25,7 @@ def test_tensors_of_every_kind_have_a_digest_or_are_refused(shape: list[int], tm
         file = tmp_path / f"{kind}.safetensors"
         file.write_bytes(len(header).to_bytes(8, "little") + header + data)
         if small:
-            with pytest.raises(BadCheckpoint, match=rf"holds x in {KINDS[kind]}, which is not read"):
+            with pytest.raises(BadCheckpoint, match=rf"\.safetensors .* x in {KINDS[kind]}"):
                 tensor_digests(file)
             continue
         digest = tensor_digests(file)["x"]

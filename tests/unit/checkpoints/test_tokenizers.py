@@ -68,7 +68,7 @@ def test_tokenizers_without_a_file_for_all(kind: str, files: dict[str, str], tok
 
 def test_damaged_files_are_not_missing(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "PreTrainedTokenizerFast", **{"tokenizer.json": "{"})
-    with pytest.raises(BadCheckpoint, match="m has no tokenizer that loads") as found:
+    with pytest.raises(BadCheckpoint, match="m has no tokenizer") as found:
         load_tokenizer("m", folder, trusted=False)
     assert not isinstance(found.value, NoTokenizer)
 
@@ -80,7 +80,7 @@ def test_numbers_of_added_tokens_that_contradict_each_other(tmp_path: Path) -> N
     file = tmp_path / "tokenizer_config.json"
     added = {"256": {"content": "<s>", "special": True}, "999": {"content": "</s>", "special": True}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": added}))
-    with pytest.raises(BadCheckpoint, match=r"tokenizer_config.json gives the token '</s>' the number 999, .* give it 257\."):
+    with pytest.raises(BadCheckpoint, match=r"tokenizer_config\.json .*'</s>' .*999.*257"):
         load_tokenizer("m", tmp_path, trusted=False)
 
 
@@ -97,7 +97,7 @@ def test_packages_that_are_not_installed(absent: tuple[str, ...], tmp_path: Path
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
     folder = folder_of(tmp_path, "LlamaTokenizer", **{"tokenizer.model": "\n\x0e"})
     names = " and ".join(tokenizers.SENTENCEPIECE_PACKAGES[module] for module in absent)
-    with pytest.raises(MissingPackage, match=rf"which needs {names}: pip install 'sparsellm\[sentencepiece\]'\."):
+    with pytest.raises(MissingPackage, match=rf"{names}: .*sparsellm\[sentencepiece\]"):
         load_tokenizer("m", folder, trusted=False)
 
 
