@@ -79,8 +79,8 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--effort", "fast", "--method", "wanda"), ("--effort", "wanda")),
         (("--scope", "none", "--gauss-newton-steps", 5), ("newton",)),
         (("--gauss-newton-steps", 5, "--method", "alps"), ("newton", "sparsellm")),
-        (("--true-sequential",), ("--true-sequential", "sparsellm", "its own order")),
-        (("--true-sequential", "--method", "magnitude"), ("--true-sequential", "magnitude", "no inputs")),
+        (("--true-sequential",), ("--true-sequential", "sparsellm")),
+        (("--true-sequential", "--method", "magnitude"), ("--true-sequential", "magnitude")),
         (("--allocation", "fischer"), ("'fisher'", ".yaml")),
         (("--allocation", "owl", "--sparsity", "2:4"), ("owl", "2:4", "uniform")),
         (("--include", "q_porj"), ("q_porj", "'q_proj'")),
@@ -178,7 +178,7 @@ def test_faulty_recipes(content: str, parts: tuple[str, ...], tmp_path: Path, co
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda text: text[: len(text) // 2], ("cannot be read: it is not JSON",)),
+        (lambda text: text[: len(text) // 2], ("sparsellm.json cannot be read",)),
         (lambda text: '{"recipe": 3}', ("sparsellm.json is damaged", "recipe")),
         (lambda text: text.replace('"sparsity": "50%"', '"sparsty": "50%"'), ("unknown field 'sparsty'", "'sparsity'")),
     ],

@@ -266,15 +266,15 @@ def test_no_network(finished: Path, hub: Hub, command: Command, monkeypatch: pyt
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
-    refused(command("push", finished, "me/model"), "The hub cannot be reached")
+    refused(command("push", finished, "me/model"), "me/model failed")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(command("push", finished, "me/model"), "The hub cannot be reached", "ffline")
+    refused(command("push", finished, "me/model"), "me/model failed", "ffline")
 
 
 def test_an_upload_that_fails_on_the_way(own: Path, hub: Hub, command: Command) -> None:
     """One message, and the same push with --overwrite goes on."""
     hub.full = True
-    refused(command("push", own, "me/model"), "The hub rejected the upload", "413", "--overwrite")
+    refused(command("push", own, "me/model"), "me/model failed", "413", "--overwrite")
     hub.full = False
     assert command("push", own, "me/model", "--overwrite").exit_code == 0
     assert hub.repos["me/model"]["branches"]["main"].keys() > set(report_of(own)["files"])
@@ -292,7 +292,7 @@ def test_folders_that_are_no_finished_output(
     report = (own / "sparsellm.json").read_text()
     for damaged in ("{", "[]", '{"blocks": []}', '{"blocks": [{}], "files": []}'):
         (own / "sparsellm.json").write_text(damaged)
-        refused(command("push", own, "me/model"), "sparsellm.json", "not JSON" if damaged == "{" else "is damaged")
+        refused(command("push", own, "me/model"), "sparsellm.json", "cannot be read" if damaged == "{" else "is damaged")
     (tmp_path / "secret").write_text("mine")
     (own / "sparsellm.json").write_text(report.replace('"files": [', '"files": ["../secret",'))
     refused(command("push", own, "me/model"), "lists ../secret, which is not in the folder")

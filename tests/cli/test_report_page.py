@@ -299,10 +299,10 @@ def test_a_folder_that_is_none(tmp_path: Path, command: Command) -> None:
         assert done.exit_code == 1
         assert "output folder of a run" in done.stderr
     (tmp_path / "sparsellm.json").write_text('{"recipe": 3', encoding="utf-8")
-    with pytest.raises(BadCheckpoint, match="not JSON"):
+    with pytest.raises(BadCheckpoint, match=r"sparsellm\.json"):
         report_page(tmp_path)
     (tmp_path / "sparsellm.json").write_text('{"recipe": 3}', encoding="utf-8")
-    with pytest.raises(BadCheckpoint, match="is damaged"):
+    with pytest.raises(BadCheckpoint, match=r"sparsellm\.json.*recipe"):
         report_page(tmp_path)
 
 

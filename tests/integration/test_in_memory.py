@@ -136,37 +136,35 @@ def test_how_much_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "named"),
     [
-        (
-            {"input_ids": IDS, "attention_mask": MASK[:, :5]},
-            r"`input_ids` of shape \(3, 9.*`attention_mask` of shape \(3, 5",
-        ),
-        ({"input_ids": IDS, "attention_mask": MASK[0]}, r"an `attention_mask` of shape \(9,\)"),
-        ({"input_ids": IDS, "attention_mask": [[1], [1]]}, "`attention_mask` of shape 2 lists of 1 to 1"),
-        ({"input_ids": IDS, "attention_mask": MASK.float()}, "`attention_mask` of shape .* torch.float32"),
-        ({"input_ids": IDS, "attention_mask": 2 * MASK}, "with values other than 0 and 1"),
-        ({"input_ids": IDS, "attention_mask": 0 * MASK}, "or with a row of zeros"),
-        ({"input_ids": IDS[:1], "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0, 0]])}, "with zeros between ones"),
-        ({"labels": IDS}, "has no field 'input_ids'. It has: 'labels'"),
-        ({"input_ids": torch.rand(2, 4)}, r"must be integers of shape \(samples, length\), got \(2, 4\) torch.float32"),
-        (IDS.unsqueeze(0), r"must be integers of shape \(samples, length\), got \(1, 3, 9\)"),
-        (WINDOWS, "holds negative token ids. Mark padding by zeros in an `attention_mask`"),
-        ([torch.arange(4), torch.arange(1)], "Sequence 2 has 1 tokens; at least 2 are needed"),
-        ([torch.arange(4), "text"], "holds both token ids and other data"),
-        (DataLoader(TensorDataset(IDS, MASK)), "entry 1, holds 2 tensors. Pass a dict with `input_ids` and `attention_mask`"),
-        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})), r"has the splits 'train'.*data\['train'\]"),
-        (datasets.Dataset.from_dict({"a": ["a"], "b": [1]}), "has no field 'input_ids'. It has: 'a', 'b'.*`text_field`"),
-        (datasets.Dataset.from_dict({"text": []}), "is empty"),
-        ([], "is empty: a list without any item"),
-        (7, "is a int. Pass texts, conversations, token ids"),
-        ([7.5], "entry 1, holds a float; a string, or the messages"),
-        ([[{"content": "no role"}]], "entry 1, holds a list; a string, or the messages of a chat, each with `role`"),
+        ({"input_ids": IDS, "attention_mask": MASK[:, :5]}, r"`input_ids`.*\(3, 9.*`attention_mask`.*\(3, 5"),
+        ({"input_ids": IDS, "attention_mask": MASK[0]}, r"`attention_mask`.*\(9,\)"),
+        ({"input_ids": IDS, "attention_mask": [[1], [1]]}, "`attention_mask`.*2 lists of 1 to 1"),
+        ({"input_ids": IDS, "attention_mask": MASK.float()}, "`attention_mask`.*float32"),
+        ({"input_ids": IDS, "attention_mask": 2 * MASK}, "`attention_mask`.*ones"),
+        ({"input_ids": IDS, "attention_mask": 0 * MASK}, "`attention_mask`.*ones"),
+        ({"input_ids": IDS, "attention_mask": -MASK}, "`attention_mask`.*ones"),
+        ({"input_ids": IDS[:1], "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0, 0]])}, "`attention_mask`.*ones"),
+        ({"labels": IDS}, "'input_ids'.*'labels'"),
+        ({"input_ids": torch.rand(2, 4)}, r"\(samples, length\).*\(2, 4\) torch.float32"),
+        (IDS.unsqueeze(0), r"\(samples, length\).*\(1, 3, 9\)"),
+        (WINDOWS, "negative.*`attention_mask`"),
+        ([torch.arange(4), torch.arange(1)], "Sequence 2 .*1 .*2"),
+        ([torch.arange(4), "text"], "token ids.*str"),
+        (DataLoader(TensorDataset(IDS, MASK)), "entry 1, .*2 tensors.*`input_ids`.*`attention_mask`"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})), r"data\['train'\]"),
+        (datasets.Dataset.from_dict({"a": ["a"], "b": [1]}), "'input_ids'.*'a', 'b'.*`text_field`"),
+        (datasets.Dataset.from_dict({"text": []}), "no text.* 0 "),
+        ([], "no text.*list.* 0 "),
+        (7, "int"),
+        ([7.5], "entry 1, .*float"),
+        ([[{"content": "no role"}]], "entry 1, .*list.*`role`"),
     ],
 )
-def test_what_cannot_be_read(data: Any, message: str) -> None:
+def test_what_cannot_be_read(data: Any, named: str) -> None:
     """One message that says what was got."""
-    with pytest.raises(BadText, match=message) as caught:
+    with pytest.raises(BadText, match=named) as caught:
         read(data)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
@@ -228,10 +226,10 @@ def test_a_chat_without_a_template_or_unfit_for_it(tmp_path: Path) -> None:
         lambda text, tokenizer: calibration_windows(text, tokenizer, samples=1, sequence_length=8, seed=0),
         lambda text, tokenizer: test_windows(text, tokenizer, 8),
     ):
-        with pytest.raises(BadText, match=r"chats.jsonl holds chat messages, but the tokenizer has no chat template"):
+        with pytest.raises(BadText, match=r"chats\.jsonl .*chat template"):
             windows(read_text(str(file), "test"), byte_tokenizer())
         text = Text((), "", "chats", conversations=[Conversation([{"role": "system", "content": "x"}])])
-        with pytest.raises(BadText, match=r"chats: no conversation fits .* template \(row 1: no system here\)"):
+        with pytest.raises(BadText, match=r"chats: .*row 1: no system here"):
             windows(text, chatty())
 
 
@@ -423,20 +421,20 @@ def test_a_limit_takes_the_first_sequences(tiny: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "named"),
     [
-        (3, "The test text is a int. Pass texts, conversations"),
-        (TOKENS.float(), "The test text, entry 1, must be integers"),
-        (TOKENS.repeat(1, 3), "Test sequences have 96 tokens, but .* takes at most 64"),
-        (TOKENS[:, :1], "Sequence 1 has 1 tokens; at least 2 are needed"),
-        ([" ", "\n \n"], "The test text holds no text"),
-        (iter([]), "The test text is empty"),
-        (["demo", "a sentence that is no name"], "No text is called 'a sentence that is no name'"),
-        (["nothing", "else"], "No text is called 'nothing'"),
+        (3, "test text .*int"),
+        (TOKENS.float(), "test text, entry 1, .*float32"),
+        (TOKENS.repeat(1, 3), "96.*64"),
+        (TOKENS[:, :1], "Sequence 1 .*1 .*2"),
+        ([" ", "\n \n"], "test text .*no text"),
+        (iter([]), "test text .*no text"),
+        (["demo", "a sentence that is no name"], "'a sentence that is no name'"),
+        (["nothing", "else"], "'nothing'"),
     ],
 )
-def test_test_data_that_cannot_be_read(data: Any, message: str, tiny: dict[str, Path]) -> None:
-    with pytest.raises(BadText, match=message):
+def test_test_data_that_cannot_be_read(data: Any, named: str, tiny: dict[str, Path]) -> None:
+    with pytest.raises(BadText, match=named):
         sparsellm.evaluate(str(tiny["llama"]), data)
 
 

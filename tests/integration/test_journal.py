@@ -257,7 +257,7 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path: Path) -> None:
     journal = Journal.begin(tmp_path / "work", PRINT)
     journal.store_tensors("metrics", {"x": torch.ones(3)})
     (tmp_path / "work" / "metrics.safetensors").write_bytes(b"")
-    with pytest.raises(BadCheckpoint, match=r"metrics\.safetensors differs from what this run wrote"):
+    with pytest.raises(BadCheckpoint, match=r"metrics\.safetensors"):
         journal.tensors("metrics")
 
 

@@ -157,14 +157,14 @@ class NeedsNothing(LargestFirst):
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [
-        (PowerWanda, {}, r"`method` must be an object, got the class PowerWanda\. Pass PowerWanda\(\)"),
-        (3, {}, r"`method` must be one of sparsellm, .*, a solver, which has needs and solve.* Got int"),
-        (None, {}, "`method` must be one of .* Got NoneType"),
-        (NeedsNothing(), {}, r"NeedsNothing\.needs must be a class of input statistics: .* Got None"),
-        (PowerWanda(), {"effort": "fast"}, "`effort` belongs to the method sparsellm, got the method PowerWanda"),
-        (EachLayer(PowerWanda()), {"keep_zeros": True}, "`keep_zeros` goes with a solver, got the method EachLayer"),
-        (EachLayer(PowerWanda()), {"bits": 3.0}, "`bits` goes with a solver, got the method EachLayer"),
-        ("wnada", {}, "`method` is unknown: got 'wnada'"),
+        (PowerWanda, {}, "`method`.*the class PowerWanda"),
+        (3, {}, "`method`.*sparsellm, .*int"),
+        (None, {}, "`method`.*NoneType"),
+        (NeedsNothing(), {}, r"NeedsNothing\.needs.*None"),
+        (PowerWanda(), {"effort": "fast"}, "`effort`.*sparsellm.*PowerWanda"),
+        (EachLayer(PowerWanda()), {"keep_zeros": True}, "`keep_zeros`.*EachLayer"),
+        (EachLayer(PowerWanda()), {"bits": 3.0}, "`bits`.*EachLayer"),
+        ("wnada", {}, "`method`.*'wnada'"),
     ],
 )
 def test_what_is_no_method_is_told(method: Any, settings: dict[str, Any], message: str, tiny: dict[str, Path]) -> None:

@@ -45,9 +45,6 @@ def evaluate(
     Example: sparsellm evaluate opt-70 --against demo:opt --text demo
     """
     with in_process_group(context) as is_main:
-        if not text and "task" not in settings:
-            raise typer.BadParameter("name what to measure on: --text or --task")
-
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.result_text import print_evaluation
         from sparsellm.pipeline.display import Display

@@ -201,12 +201,10 @@ def plan(
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """
     with in_process_group(context) as is_main, nullcontext() if measure else collection_paused():
-        if recovered is not None and config is not None:
-            raise typer.BadParameter("--config is for pruning runs: leave it out with --recover")
+        if recovered is not None and (config is not None or measure):
+            raise typer.BadParameter("--config and --measure are for pruning runs: leave them out with --recover")
         if recovered and model is None:
             raise typer.BadParameter("name the dense model: sparsellm plan MODEL --recover PRUNED")
-        if recovered and measure:
-            raise typer.BadParameter("--measure prunes a block: leave it out with --recover")
         if model is not None:
             settings["model"] = model
 

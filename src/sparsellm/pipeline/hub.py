@@ -147,15 +147,13 @@ def _translate_errors(repo: str) -> Iterator[None]:
         yield
     except Exception as error:
         for cause in _causes(error):
-            if isinstance(cause, HfHubHTTPError):
-                if cause.response.status_code in (401, 403):
-                    reason = f"The hub does not let this login write to {repo} ({first_line(cause)})."
-                    raise AccessDenied(f"{reason} Run `hf auth login` with a token that has write access.") from error
-                reason = f"The hub rejected the upload to {repo} ({first_line(cause)})."
-                raise Unreachable(f"{reason} Try again, with `overwrite=True` if some files were uploaded.") from error
+            if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403):
+                reason = f"The hub does not let this login write to {repo} ({first_line(cause)})."
+                raise AccessDenied(f"{reason} Run `hf auth login` with a token that has write access.") from error
             # huggingface_hub has used different HTTP libraries: requests raises ConnectionError, httpx its own classes.
-            if isinstance(cause, ConnectionError) or any(kind.__module__.startswith("httpx") for kind in type(cause).__mro__):
-                reason = f"The hub cannot be reached ({type(cause).__name__}: {first_line(cause)})."
+            is_httpx = any(kind.__module__.startswith("httpx") for kind in type(cause).__mro__)
+            if is_httpx or isinstance(cause, (HfHubHTTPError, ConnectionError)):
+                reason = f"The upload to {repo} failed ({type(cause).__name__}: {first_line(cause)})."
                 raise Unreachable(f"{reason} Try again, with `overwrite=True` if some files were uploaded.") from error
         raise
 

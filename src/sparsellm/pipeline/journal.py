@@ -209,13 +209,11 @@ class Journal:
     def _read(self, stored: Mapping[str, Any]) -> bytes:
         """Read a file written by `_store`; raise BadCheckpoint where its digest differs."""
         file = self.folder / str(stored["file"])
-        try:
+        with suppress(OSError):
             data = file.read_bytes()
-        except OSError as error:
-            raise BadCheckpoint(f"{file} cannot be read ({error.strerror}). Check the disk.") from error
-        if hashlib.sha256(data).hexdigest() != stored["digest"]:
-            raise BadCheckpoint(f"{file} differs from what this run wrote. Check the disk.")
-        return data
+            if hashlib.sha256(data).hexdigest() == stored["digest"]:
+                return data
+        raise BadCheckpoint(f"{file} cannot be read, or differs from what this run wrote. Check the disk.")
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         """Append a durable line in the main process, and add it in all processes."""

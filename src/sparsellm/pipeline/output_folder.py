@@ -109,8 +109,7 @@ def check_results(folder: str | Path) -> Path:
     """The folder of a run or a sweep as a path. Raises InvalidSetting if it is neither."""
     path = folder_path(folder)
     if not is_sweep(path) and not (path / REPORT).is_file():
-        if is_begun(path):
-            raise InvalidSetting(f"{folder} {UNFINISHED}")
         problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
-        raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")
+        advice = "Give the output folder of a run or a sweep."
+        raise InvalidSetting(f"{folder} {UNFINISHED if is_begun(path) else f'{problem}. {advice}'}")
     return path

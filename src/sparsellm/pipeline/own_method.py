@@ -55,12 +55,10 @@ def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:
     """
     if isinstance(method, str):
         return Recipe, {"method": method}
-    if isinstance(method, type):
-        raise InvalidSetting(f"`method` must be an object, got the class {method.__name__}. Pass {method.__name__}().")
-    name = type(method).__name__
-    if not isinstance(method, (BlockMethod, LayerSolver)):
+    name = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
+    if isinstance(method, type) or not isinstance(method, (BlockMethod, LayerSolver)):
         raise InvalidSetting(
-            f"`method` must be one of {', '.join(METHODS)}, a solver, which has needs and solve(problem, pattern), or a "
+            f"`method` must be one of {', '.join(METHODS)}, a solver (an object with needs and solve(problem, pattern)), or a "
             f"method. Got {name}."
         )
     return ObjectRecipe, {"method": name, "given": method}

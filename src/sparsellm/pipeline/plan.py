@@ -181,8 +181,6 @@ def plan_from_file(path: str | Path, plan: Plan, layers: Sequence[LayerName], pa
 def _read_patterns(path: Path) -> dict[str, Pattern]:
     """Read an allocation file: patterns by layer-name pattern."""
     content = read_mapping(path, "allocation")
-    if not all(isinstance(value, (str, int, float)) for value in content.values()):
-        raise InvalidSetting(f'The allocation {path} must hold `layer: pattern` lines, such as "mlp.*: 80%".')
     patterns: dict[str, Pattern] = {}
     for name, value in content.items():
         try:

@@ -71,15 +71,16 @@ def read_scales(folder: Path) -> dict[str, Scales]:
     except (SafetensorError, OSError, RuntimeError) as error:
         raise_unless_damaged(error)
         raise _damaged(str(error).splitlines()[0][:120]) from None
-    if different := sorted({name + _SUFFIX for name in entries} ^ tensors.keys()):
-        raise _damaged(f"{different[0][:80]} is only in its list or only among its tensors")
-    scales = {}
-    for name, entry in entries.items():
-        tensor = tensors[name + _SUFFIX]
-        if tensor.dtype is not torch.bfloat16 or tensor.dim() != 2 or not bool(tensor.isfinite().all()):
-            raise _damaged(f"{name[:80]}{_SUFFIX} must have finite bfloat16 numbers in two dimensions")
-        scales[name] = Scales(tensor, IntegerFormat(entry.bits, entry.group_size), entry.transposed)
-    return scales
+    wrong = {name + _SUFFIX for name in entries} ^ tensors.keys()
+    wrong |= {
+        name for name, x in tensors.items() if x.dtype is not torch.bfloat16 or x.dim() != 2 or not bool(x.isfinite().all())
+    }
+    if wrong:
+        raise _damaged(f"{min(wrong)[:80]} must be in its list, and finite bfloat16 numbers in two dimensions")
+    return {
+        name: Scales(tensors[name + _SUFFIX], IntegerFormat(entry.bits, entry.group_size), entry.transposed)
+        for name, entry in entries.items()
+    }
 
 
 def exact_integers(name: str, weight: Tensor, scales: Scales) -> Quantized:

@@ -116,13 +116,9 @@ class Recipe(RunRecipe, RecipeFields):
     @model_validator(mode="after")
     def _check_method(self) -> Recipe:
         name = self._first_changed(*fields_of_others(self.method, self.as_published))
-        if name == "true_sequential":
-            reason = "uses no inputs" if self.method == "magnitude" else "has its own order of layers"
-            raise InvalidSetting(
-                f"`true_sequential` is for {', '.join(SEQUENTIAL)}, got the method {self.method}, which {reason}. Leave it out."
-            )
-        if name and self.method != "sparsellm":
-            raise InvalidSetting(f"`{name}` belongs to the method sparsellm, got the method {self.method}.")
+        if name == "true_sequential" or (name and self.method != "sparsellm"):
+            methods = ", ".join(SEQUENTIAL) if name == "true_sequential" else "sparsellm"
+            raise InvalidSetting(f"`{name}` is for {methods}, got the method {self.method}. Leave it out.")
         if name:
             uses, advice = "only Algorithm 1 uses it", "Pass `as_published=True` with it, or leave it out"
             if self.as_published:

@@ -102,17 +102,14 @@ def select_blocks(text: str, count: int) -> frozenset[int]:
     for part in text.split(","):
         if match := re.fullmatch(r"\s*(-?\d+)?:(-?\d+)?\s*", part):
             start, stop = int(match[1] or 0), count if match[2] is None else int(match[2])
-        elif re.fullmatch(r"\s*-?\d+\s*", part):
-            start = int(part)
-            stop = start + 1 or count
         else:
-            message = "Write all, first-half, none, a range 0:12, or a list 3,5; -1 is the last block."
-            raise InvalidSetting(f"`blocks` got {text!r}. {message}")
+            start = int(part) if re.fullmatch(r"\s*-?\d+\s*", part) else count  # which no block has
+            stop = start + 1 or count
         start, stop = (number + count if number < 0 else number for number in (start, stop))
         if not 0 <= start < stop <= count:
             raise InvalidSetting(
-                f"`blocks` got {text!r}, but the model's {count} blocks are 0 to {count - 1}, or -{count} to -1 from the end, "
-                "and a range a:b ends before b."
+                f"`blocks` got {text!r}, but the model's {count} blocks are 0 to {count - 1}, or -{count} to -1 from the end. "
+                "Write all, first-half, none, a range 0:12, which ends before 12, or a list 3,5."
             )
         chosen.update(range(start, stop))
     return frozenset(chosen)

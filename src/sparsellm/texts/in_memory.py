@@ -119,13 +119,11 @@ def read_in_memory(
             raise BadText(f"{what} holds both token ids and other data ({position}: {type(item).__name__}). {EXPECTED_DATA}")
         if limit is not None and len(sequences) + len(documents) >= limit:
             break
-    if not sequences and not documents:
-        raise BadText(f"{what} is empty: a {type(data).__name__} without any item. {EXPECTED_DATA}")
     if sequences:
         return pad(sequences[:limit])
     texts, conversations, empty = split_documents(what, documents[:limit], field)
     if not texts and not conversations:
-        raise BadText(f"{what} holds no text: all of its {empty:,} documents are blank.")
+        raise BadText(f"{what} holds no text: a {type(data).__name__} of {empty:,} blank documents. {EXPECTED_DATA}")
     return Text(texts, JOINT, source, conversations=conversations, empty=empty)
 
 
@@ -186,10 +184,11 @@ def _sequences(item: Any, location: str) -> list[Tensor]:
         item = item[0]
     ids = item["input_ids"] if isinstance(item, Mapping) else item
     rows, mask = _integer_rows(ids), item.get("attention_mask") if isinstance(item, Mapping) else None
-    if not rows:
-        raise BadText(f"{location} must be integers of shape (samples, length), got {_shape(ids)}.")
-    if any(len(row) and int(row.min()) < 0 for row in rows):
-        raise BadText(f"{location} holds negative token ids. Mark padding by zeros in an `attention_mask`.")
+    if not rows or any(len(row) and int(row.min()) < 0 for row in rows):
+        raise BadText(
+            f"{location} must be integers of shape (samples, length), none of them negative, got {_shape(ids)}. Mark padding "
+            "by zeros in an `attention_mask`."
+        )
     if mask is None:
         return rows
     masks = _integer_rows(mask)
@@ -215,11 +214,9 @@ def _integer_rows(value: Any) -> list[Tensor] | None:
 def _span(mask: Tensor, location: str) -> slice:
     """Return the positions of the tokens in a sequence, given its attention mask, (length,)."""
     positions = mask.nonzero()
-    if len(positions) == 0 or int(mask.min()) < 0 or int(mask.max()) > 1:
-        raise BadText(f"{location} has an `attention_mask` with values other than 0 and 1, or with a row of zeros.")
-    span = slice(int(positions[0]), int(positions[-1]) + 1)
-    if len(positions) < span.stop - span.start:
-        raise BadText(f"{location} has an `attention_mask` with zeros between ones; padding stands before or after all tokens.")
+    span = slice(int(positions[0]), int(positions[-1]) + 1) if len(positions) else slice(0, 0)
+    if not bool((mask[span] == 1).all()) or span.stop == 0:
+        raise BadText(f"{location} has an `attention_mask` that is not a row of ones with zeros before or after all of them.")
     return span
 
 

@@ -57,8 +57,6 @@ def read_json(path: Path, refusal: type[SparseLLMError] = InvalidSetting) -> Any
     try:
         value = json.loads(read_utf8(path), object_pairs_hook=build_mapping, parse_int=parse_integer)
         check_value(value)
-    except json.JSONDecodeError as error:
-        raise refusal(f"{path} cannot be read: it is not JSON: {error}.") from None
     except (ValueError, RecursionError) as error:
         raise refusal(f"{path} cannot be read: {first_line(error)}.") from None
     return value

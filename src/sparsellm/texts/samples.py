@@ -325,8 +325,7 @@ def _long_enough(tokenized: TokenizedText, stream: Tensor, length: int) -> Tenso
 
 def _check(length: int, **counts: int | None) -> None:
     """Raise InvalidSetting for a length below 2 or a count below 1."""
-    if length < 2:
-        raise InvalidSetting(f"`sequence_length` must be at least 2, so that a window has a token to predict, got {length}.")
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise InvalidSetting(f"`{name}` must be at least 1, got {count}.")
+    for name, count in {"sequence_length": length, **counts}.items():
+        least = 2 if name == "sequence_length" else 1  # a window has a token to predict
+        if count is not None and count < least:
+            raise InvalidSetting(f"`{name}` must be at least {least}, got {count}.")

@@ -152,10 +152,9 @@ def _parsed(path: Path, text: str, line: int | None = None) -> Any:
     """Parse a JSON file, or one line of a JSONL file."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadText(f"{path}, line {line or error.lineno}, is not JSON: {error.msg} (column {error.colno}).") from error
-    except (RecursionError, ValueError):
-        raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
+    except (RecursionError, ValueError) as error:  # also for a number of thousands of digits
+        place, reason = line or getattr(error, "lineno", 1), getattr(error, "msg", first_line(error))
+        raise BadText(f"{path}, line {place}, is not JSON: {reason}.") from error
 
 
 def _read_parquet(path: Path, field: str | None, memory: int | None) -> Iterator[FileRow]:

@@ -258,25 +258,30 @@ def _checked(name: str) -> Path:
     path = local_path(name, any_length=True)
     suffix, shown = suffix_of(path), _shortened(name)
     try:
-        if path.is_dir():
-            raise BadText(f"{path} is a folder. Name one file in it, {TEXT_FILES}, or a folder that save_to_disk wrote.")
         if not path.exists():
             is_path = len(name.split()) == 1 and (suffix or "/" in name or os.sep in name)
             if suffix in READERS or is_path:
                 missing = path.absolute() if shown == name else shown
                 raise BadText(f"There is no file {missing}. Give a path to {TEXT_FILES}, or the name of a text.")
             raise BadText(f"No text is called {shown!r}. {nearest(shown, NAMES)} Or give a path to {TEXT_FILES}.")
-        if suffix not in READERS:
-            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {TEXT_FILES}.")
-        if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
-            raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
-        with path.open("rb") as stream:
-            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise BadText(f"{path} {IS_POINTER}.")
-            return path
+        if reason := _unusable(path, suffix):
+            raise BadText(f"{path} {reason}. A text must be {TEXT_FILES}, or a folder that save_to_disk wrote.")
+        return path
     except OSError as error:
         reason = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror
         raise BadText(f"{shown!r} cannot be read: {reason}. Give a path to {TEXT_FILES}, or the name of a text.") from error
+
+
+def _unusable(path: Path, suffix: str) -> str:
+    """Why a path that exists is no file of text; empty if it is one."""
+    if path.is_dir():
+        return "is a folder"
+    if suffix not in READERS:
+        return f"has the suffix {suffix!r}"
+    if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
+        return "is empty" if path.is_file() else "is not a regular file"
+    with path.open("rb") as stream:
+        return IS_POINTER if stream.read(len(LFS_POINTER)) == LFS_POINTER else ""
 
 
 def _shortened(name: str) -> str:
