@@ -131,6 +131,15 @@ def written_to(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def checkpoint_errors(name: str) -> Iterator[None]:
+    """Put a checkpoint's name in front of what is wrong with its files."""
+    try:
+        yield
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{name}: {error}") from None
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a sentence that suggests the known name closest to `word`, or lists all names if none is close."""
     names = sorted(known)

@@ -123,10 +123,10 @@ def test_bundled_size() -> None:
 
 def test_model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An unknown family is refused, and so is an installation without the models."""
-    with pytest.raises(InvalidSetting, match=r"no bundled model demo:gpt2\. Name one of demo:opt, demo:llama"):
+    with pytest.raises(InvalidSetting, match=r"demo:gpt2.*demo:opt, demo:llama"):
         model_path("gpt2")
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(BadCheckpoint, match=r"python benchmarks/train_demo_models\.py opt"):
+    with pytest.raises(BadCheckpoint, match="opt"):
         model_path("opt")
 
 

@@ -154,13 +154,13 @@ def test_a_line_that_was_cut_off_does_not_count(cut: int, tmp_path: Path) -> Non
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
     Journal.begin(tmp_path / "work", PRINT)
-    with pytest.raises(CannotResume, match=r"samples was 6, now 7; sparsity was '60%', now '70%'.*`restart=True`"):
+    with pytest.raises(CannotResume, match=r"samples .*6.*7.*sparsity .*'60%'.*'70%'.*`restart=True`"):
         Journal.resume(tmp_path / "work", PRINT | {"samples": 7, "sparsity": "70%"})
-    with pytest.raises(CannotResume, match=r"run that was started: `sparsity` was None, now '65%'\. Pass"):
+    with pytest.raises(CannotResume, match=r"`sparsity` .*None.*'65%'"):
         Journal.resume(tmp_path / "work", PRINT | {"recipe.sparsity": "65%"})
-    with pytest.raises(CannotResume, match=r"run that was started: file recipe\.sparsity was None, now 1\. Pass"):
+    with pytest.raises(CannotResume, match=r"file recipe\.sparsity .*None.*1"):
         Journal.resume(tmp_path / "work", PRINT | {"file recipe.sparsity": 1})
-    with pytest.raises(CannotResume, match=r"seed was None, now 1"):
+    with pytest.raises(CannotResume, match=r"seed .*None.*1"):
         Journal.resume(tmp_path / "work", PRINT | {"seed": 1})
     for text in ('{"format": 0, "fingerprint": {}}\n', '{"format": 1}\n'):
         (tmp_path / "work" / "journal.jsonl").write_text(text)

@@ -126,7 +126,7 @@ def test_a_model_that_calls_no_head_is_refused(monkeypatch: pytest.MonkeyPatch) 
     model = random_model()
     for head in (None, nn.Linear(32, 64)):
         monkeypatch.setattr(model, "get_output_embeddings", lambda head=head: head)
-        with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM calls no output head. Pass `scope='block'`"):
+        with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .*`scope='block'`"):
             states_entering_head(model, TOKENS)
 
 
@@ -237,14 +237,13 @@ def test_only_a_pattern_that_names_it_takes_the_head(include: list[str], taken: 
     if taken and others:  # --blocks leaves the head as it is, --exclude wins
         assert "lm_head" in uniform_plan(blocks, HALF, chosen=frozenset({0}), include=include)
         assert "lm_head" not in uniform_plan(blocks, HALF, include=include, exclude=["lm_head"])
-    with pytest.raises(InvalidSetting, match=r"`include` got .lm_head., which matches no layer\. Known: q_proj"):
+    with pytest.raises(InvalidSetting, match=r"`include`.*lm_head"):
         uniform_plan(blocks[:-1], HALF, include=["lm_head"])
 
 
 def test_a_tied_head_is_refused() -> None:
     model = random_model(tie_word_embeddings=True)
-    message = "lm_head cannot be pruned, because it is tied: its weight is also model.embed_tokens.weight"
-    with pytest.raises(UnsupportedModel, match=message):
+    with pytest.raises(UnsupportedModel, match=r"lm_head .*model\.embed_tokens\.weight.*`include`"):
         list(prune_blocks(model, [TOKENS], LayerWise(Magnitude()), {"lm_head": HALF}))
     assert blocks_and_head(model, ["model.layers.0.mlp.up_proj"]) == blocks_of(model)
 
@@ -349,7 +348,7 @@ def test_a_changed_head_is_found(untied: Path, tmp_path: Path) -> None:
     tensors = tensors_of(out)
     tensors["lm_head.weight"][0] = 1.0
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(VerificationFailed, match=r"lm_head\.weight were changed since"):
+    with pytest.raises(VerificationFailed, match=r"lm_head\.weight"):
         verify(out)
 
 

@@ -85,7 +85,7 @@ def test_patterns_choose_what_fnmatch_and_re_choose(blocks: list[Block]) -> None
     for pattern in (*GLOBS, *(f"re:{expression}" for expression in REGEXES)):
         expected = {x.full_name for x in layers if pattern in x.labels or chosen(x.full_name, pattern)}
         if not expected:
-            with pytest.raises(InvalidSetting, match=r"`include` got .*, which matches no layer"):
+            with pytest.raises(InvalidSetting, match="`include`"):
                 uniform_plan(blocks, HALF, include=[pattern])
             continue
         assert set(uniform_plan(blocks, HALF, include=[pattern])) == expected, pattern
@@ -121,26 +121,26 @@ def test_what_is_never_pruned_may_be_excluded(blocks: list[Block]) -> None:
     dense = [layer for layer in list_layers(blocks, HALF) if layer.reason == "router"]
     if dense:
         assert uniform_plan(blocks, HALF, exclude=["re:.*mlp.gate$"]) == uniform_plan(blocks, HALF)
-    with pytest.raises(InvalidSetting, match=r"`exclude` got 'no_such_module', which matches no layer\. Known: "):
+    with pytest.raises(InvalidSetting, match=r"`exclude`.*'no_such_module'"):
         uniform_plan(blocks, HALF, exclude=["no_such_module"])
 
 
 @pytest.mark.parametrize(
-    ("include", "message"),
+    ("include", "named"),
     [
-        ("lm_head", "`include` got 'lm_head', which matches no layer"),  # the blocks alone
-        ("q_prj", "which matches no layer. Did you mean 'q_proj'"),
-        ("re:(", r"`include` got 're:\(', which is not a regular expression: missing \)"),
-        ("re:q_proj", r"from the start of a full name, such as model.layers.0.self_attn.q_proj. Write re:\.\*q_proj"),
-        ("re:zz", r"from the start of a full name, such as model.layers.0.self_attn.q_proj\.$"),
+        ("lm_head", "`include`.*'lm_head'"),  # the blocks alone
+        ("q_prj", "'q_prj'.*'q_proj'"),
+        ("re:(", r"`include`.*'re:\('.*missing \)"),
+        ("re:q_proj", r"model\.layers\.0\.self_attn\.q_proj.*re:\.\*q_proj"),
+        ("re:zz", r"model\.layers\.0\.self_attn\.q_proj\.$"),
     ],
 )
 def test_patterns_that_choose_nothing_are_refused_with_the_nearest_names(
-    include: str, message: str, tiny: dict[str, Path], command: Command
+    include: str, named: str, tiny: dict[str, Path], command: Command
 ) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny["llama"]))
-    with pytest.raises(InvalidSetting, match=message):
+    with pytest.raises(InvalidSetting, match=named):
         uniform_plan(blocks_of(model), HALF, include=[include])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.selection import select_blocks
 from sparsellm.solvers import Magnitude, Wanda
-from sparsellm.solvers.patterns import NM, Unstructured
+from sparsellm.solvers.patterns import NM, Pattern, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.pruning import prune_blocks, walk
 
@@ -354,29 +355,31 @@ def test_plans_by_name() -> None:
     assert set(uniform_plan(blocks, pattern).values()) == {pattern}
 
 
-def test_plans_refused() -> None:
+@pytest.mark.parametrize(
+    ("pattern", "selection", "named"),
+    [
+        (Unstructured(0.5), {"include": ["dwn_proj"]}, "`include`.*'dwn_proj'.*'down_proj'"),
+        (Unstructured(0.5), {"exclude": ["fc1"]}, "`exclude`.*'fc1'"),
+        (NM(3, 5), {}, r"model\.layers\.0\.self_attn\.q_proj .*20 .*3:5"),
+        (NM(5, 48), {"chosen": frozenset({2}), "include": ["down_proj"]}, r"^model\.layers\.2\.mlp\.down_proj: 5:48 .*64"),
+        (Unstructured(0.5), {"chosen": frozenset()}, "`blocks`"),
+        (Unstructured(0.5), {"exclude": ["*"]}, "`exclude`"),
+        (Unstructured(0.5), {"include": ["mlp.*"], "exclude": ["mlp.*"]}, "`include`"),
+    ],
+)
+def test_plans_refused(pattern: Pattern, selection: dict[str, Any], named: str) -> None:
     """Names that match nothing, shapes that do not divide (naming the layer), and empty plans are refused."""
-    blocks = blocks_of(tiny("llama"))
-    with pytest.raises(InvalidSetting, match=r"`include` got 'dwn_proj', which matches no layer\. Did you mean 'down_proj'"):
-        uniform_plan(blocks, Unstructured(0.5), include=["dwn_proj"])
-    with pytest.raises(InvalidSetting, match="`exclude` got 'fc1', which matches no layer"):
-        uniform_plan(blocks, Unstructured(0.5), exclude=["fc1"])
-    with pytest.raises(InvalidSetting, match=r"model\.layers\.0\.self_attn\.q_proj \(and 20 more layers\): 3:5 needs"):
-        uniform_plan(blocks, NM(3, 5))
-    with pytest.raises(InvalidSetting, match=r"^model\.layers\.2\.mlp\.down_proj: 5:48 needs .* got 64"):
-        uniform_plan(blocks, NM(5, 48), chosen=frozenset({2}), include=["down_proj"])
-    for nothing in ({"chosen": frozenset()}, {"exclude": ["*"]}, {"include": ["mlp.*"], "exclude": ["mlp.*"]}):
-        with pytest.raises(InvalidSetting, match="Nothing is left to prune"):
-            uniform_plan(blocks, Unstructured(0.5), **nothing)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSetting, match=named):
+        uniform_plan(blocks_of(tiny("llama")), pattern, **selection)
 
 
 def test_models_refused() -> None:
     """A body without its head, and layers that are not plain ones."""
-    with pytest.raises(UnsupportedModel, match="Load it with AutoModelForCausalLM"):
+    with pytest.raises(UnsupportedModel, match="AutoModelForCausalLM"):
         blocks_of(tiny("llama").model)
     model = tiny("llama")
     model.model.layers[1].mlp.up_proj = torch.nn.Conv1d(32, 64, 1)
-    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj is a Conv1d, not a torch\.nn\.Linear"):
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj .*Conv1d"):
         uniform_plan(blocks_of(model), Unstructured(0.5))
 
 

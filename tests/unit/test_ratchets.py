@@ -14,16 +14,16 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 594,
+    ".": 603,
     "activations": 1_317,
     "allocation": 661,
-    "checkpoints": 4_183,
+    "checkpoints": 4_181,
     "cli": 2_009,
     "evaluation": 1_055,
     "formats": 2_596,
     "methods": 2_349,
     "models": 2_172,
-    "pipeline": 11_259,
+    "pipeline": 11_248,
     "runtime": 1_463,
     "solvers": 2_557,
     "studies": 3_969,

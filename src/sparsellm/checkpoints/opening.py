@@ -15,7 +15,7 @@ from sparsellm.checkpoints.packed_files import is_packed
 from sparsellm.checkpoints.quantized_weights import scheme_of
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stamps import Stamps
-from sparsellm.errors import BadCheckpoint, UnsupportedModel
+from sparsellm.errors import UnsupportedModel, checkpoint_errors
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,9 @@ def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool =
             "Get a copy in safetensors files."
         )
     stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
-    try:
+    with checkpoint_errors(name):
         headers = read_all_headers(files)
         quantization = describe_quantization(short_name(name), folder)
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{name}: {error}") from None
     check_dtypes(name, headers, packed=found_packed)
     if quantization and not packed:
         remark(quantization, (folder.resolve(), "quantized"))

@@ -153,12 +153,12 @@ def export(
 
 def _check_values(source: Source, scales: Mapping[str, Scales], values: str | None) -> None:
     """Raise InvalidSetting if `values` is missing, unknown, or given for a model that is rounded already."""
-    if values is not None and BITS_OF.get(values) not in STORED_BITS:
-        raise InvalidSetting(f"`values` must be int4 or int8 in an export, got {values!r}.")
-    if values is not None:
-        check_unrounded(source.name, scales)
-    if not scales and values is None:
-        raise InvalidSetting(f"{source.name} was not pruned with `values`. Pass `values`, int4 or int8, to round its weights.")
+    if values is None and scales:
+        return
+    if values is None or BITS_OF.get(values) not in STORED_BITS:
+        reason = f"{source.name} was not pruned with them" if values is None else f"got {values!r}"
+        raise InvalidSetting(f"An export needs `values`, int4 or int8, to round weights to: {reason}.")
+    check_unrounded(source.name, scales)
 
 
 def _linear_layers(source: Source, scales: Mapping[str, Scales]) -> tuple[dict[str, str], list[str]]:

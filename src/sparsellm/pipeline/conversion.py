@@ -13,7 +13,7 @@ from sparsellm.checkpoints.headers import file_metadata
 from sparsellm.checkpoints.packed_files import PACKED_VERSION, FileWriter
 from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
-from sparsellm.errors import BadCheckpoint, VerificationFailed
+from sparsellm.errors import VerificationFailed, checkpoint_errors
 from sparsellm.pipeline.estimates import check_disk, free_disk
 from sparsellm.pipeline.output_folder import REPORT, WORK
 from sparsellm.pipeline.output_lock import locked, replacing
@@ -64,14 +64,14 @@ def converted(
             _keep_finished(finished, key)
             targets = dict(zip(source.files, source.targets(), strict=True))
             left = {file: target for file, target in targets.items() if not (finished / target).exists()}
-            with _named(source.name):
+            with checkpoint_errors(source.name):
                 sizes = [size(file) for file in left]
             needed = sum(sizes) + max(sizes, default=0)  # a file is written in parts, which are then joined
             check_disk(path, needed, free_disk(path))
             with raise_system_errors(path, needed):
                 for file, target in left.items():
                     observe(f"{verb} {file.name}")
-                    with FileWriter(finished / target, file_metadata([file])) as writer, _named(source.name):
+                    with FileWriter(finished / target, file_metadata([file])) as writer, checkpoint_errors(source.name):
                         convert(file, writer)
                 observe("reading back what was written")
                 with replacing(path) as work, unchanged(source.stamps):
@@ -89,15 +89,6 @@ def converted(
             else:
                 shutil.rmtree(finished, ignore_errors=True)
             raise
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Put a model's name in front of what is wrong with its files."""
-    try:
-        yield
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{name}: {error}") from None
 
 
 def _keep_finished(finished: Path, key: Mapping[str, Any]) -> None:

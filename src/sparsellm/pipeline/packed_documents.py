@@ -19,7 +19,7 @@ from sparsellm.checkpoints.quantized_weights import quantization_settings
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
-from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.errors import BadCheckpoint, InvalidSetting, checkpoint_errors
 from sparsellm.pipeline.output_folder import ANEW, REPORT
 from sparsellm.pipeline.outputs import read_finished
 from sparsellm.pipeline.packed_sizes import MatrixSize
@@ -118,10 +118,8 @@ def read_digests(source: Source) -> dict[str, TensorDigest]:
     """Read all tensors of a model: their digests and zeros. Raises BadCheckpoint for NaN or infinity."""
     digests: dict[str, TensorDigest] = {}
     for file in source.files:
-        try:
+        with checkpoint_errors(source.name):
             digests |= tensor_digests(file)
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"{source.name}: {error}") from None
     if bad := [name for name, digest in digests.items() if not digest.finite]:
         raise BadCheckpoint(f"{source.name} holds NaN or infinity in {bad[0]}. Get a sound copy of the checkpoint.")
     return digests

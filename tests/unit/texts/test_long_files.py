@@ -93,24 +93,24 @@ def test_pieces_are_the_text(tmp_path: Path, ends: str, compressed: bool) -> Non
 
 @pytest.mark.usefixtures("_long")
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "named"),
     [
-        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b"oops\n", "line 51, is not JSON"),
-        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'{"text": 3}\n', "line 51, holds a int in field 'text'"),
-        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'[{"role": "user", "content": "x"}]\n', "line 51, holds a chat"),
-        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'{"text": "\xff"}\n', "line 51, is not UTF-8: byte 0xff"),
-        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'{"a": "b"}\n', "line 51, has no field 'text'"),
-        ("a.csv", b"text,n\n" + b"a word,1\n" * 50 + b"one\n", "line 52, has 1 cells"),
-        ("a.txt", b"abcd \n" * 40 + b"\xff", "line 41, is not UTF-8: byte 0xff"),
-        ("a.txt", b" \n" * 80, "holds no text"),
+        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b"oops\n", "line 51, .*JSON"),
+        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'{"text": 3}\n', "line 51, .*int.*'text'"),
+        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'[{"role": "user", "content": "x"}]\n', "line 51, .*chat"),
+        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'{"text": "\xff"}\n', "line 51, .*0xff"),
+        ("a.jsonl", b'{"text": "a word"}\n' * 50 + b'{"a": "b"}\n', "line 51, .*'text'"),
+        ("a.csv", b"text,n\n" + b"a word,1\n" * 50 + b"one\n", "line 52, .*1 cells"),
+        ("a.txt", b"abcd \n" * 40 + b"\xff", "line 41, .*0xff"),
+        ("a.txt", b" \n" * 80, "no text"),
         ("a.txt.gz", gzip.compress(bytes(range(32, 127)) * 99)[:-9], "cannot be read"),
     ],
 )
-def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: bytes, named: str) -> None:
     """All of a file is read before anything is pruned."""
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(BadText, match=message) as caught:
+    with pytest.raises(BadText, match=named) as caught:
         read_text(str(path), "calibration")
     assert name in str(caught.value)
 

@@ -61,8 +61,6 @@ def test_tools_of_a_row(tools: Any) -> None:
         found = document_of("a", {"messages": CHAT, "tools": nothing}, "messages")
         assert isinstance(found, Conversation)
         assert found.tools is None
-    with pytest.raises(BadText, match="holds tools that are not JSON"):
-        document_of("a", {"messages": CHAT, "tools": "{"}, None)
 
 
 @pytest.mark.parametrize(
@@ -79,24 +77,21 @@ def test_empty_rows(row: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "field", "message"),
+    ("row", "field", "named"),
     [
-        (7, None, "a, line 1, holds a int; a string, or the messages of a chat"),
-        ({"text": 7}, None, "holds a int in field 'text'"),
-        (
-            {"body": "x"},
-            None,
-            r"has no field 'text'. It has: 'body'. Name the one that holds the text, or chats, in `text_field`",
-        ),
-        ({"prompt": "only"}, None, "has no field 'text'. It has: 'prompt'"),
-        ({"text": "x"}, "body", "has no field 'body'. It has: 'text'"),
-        ([{"content": "no role"}], None, "holds a list; a string"),
-        ({"text": "\ud800"}, None, "holds a surrogate"),
-        ({"prompt": 3, "completion": "x"}, None, "holds a int in field 'prompt'"),
+        (7, None, "int"),
+        ({"text": 7}, None, "int.*'text'"),
+        ({"body": "x"}, None, "'text'.*'body'.*`text_field`"),
+        ({"prompt": "only"}, None, "'text'.*'prompt'"),
+        ({"text": "x"}, "body", "'body'.*'text'"),
+        ([{"content": "no role"}], None, "list"),
+        ({"text": "\ud800"}, None, "surrogate"),
+        ({"prompt": 3, "completion": "x"}, None, "int.*'prompt'"),
+        ({"messages": CHAT, "tools": "{"}, None, "tools.*JSON"),
     ],
 )
-def test_other_rows_are_refused(row: Any, field: str | None, message: str) -> None:
-    with pytest.raises(BadText, match=message):
+def test_other_rows_are_refused(row: Any, field: str | None, named: str) -> None:
+    with pytest.raises(BadText, match=f"a, line 1, .*{named}"):
         document_of("a, line 1,", row, field)
 
 
@@ -110,5 +105,5 @@ def test_fields_of_a_document() -> None:
 
 
 def test_texts_and_chats_in_one_file() -> None:
-    with pytest.raises(BadText, match="a, line 2, holds a chat, unlike the rows before it"):
+    with pytest.raises(BadText, match=r"a, line 2, .*chat"):
         split_documents("a", [("line 1", "text"), ("line 2", CHAT)], None)
