@@ -230,63 +230,70 @@ def test_wrong_field(tiny: dict[str, Path], tmp_path: Path, command: Command) ->
     refused(command("prune", tiny["llama"], tmp_path / "out", *words), "story", "text", "id")
 
 
-def test_missing_and_half_written_models(damaged: Path, tmp_path: Path, command: Command) -> None:
-    """No folder, no configuration, no weights, a shard too few, a file cut off: each is told for what it is."""
+UP = "model.layers.1.mlp.up_proj.weight"
 
-    def prune(model: object) -> Result:
-        return command("prune", model, tmp_path / "out", "--method", "magnitude")
 
-    refused(prune(tmp_path / "nowhere"), "no folder", "nowhere")
-    refused(prune(damaged / "config.json"), "no folder", "config.json")
-    weights = (damaged / "model.safetensors").read_bytes()
-    (damaged / "model.safetensors").write_bytes(weights[:-100])
-    refused(prune(damaged), "model.safetensors", "cut off", "Download it again")
-    (damaged / "model.safetensors").write_bytes(weights[:5])
-    refused(prune(damaged), "model.safetensors", "cut off")
-    (damaged / "model.safetensors").unlink()
-    refused(prune(damaged), "no weights")
+def cut(folder: Path, size: int) -> None:
+    """Cut the weight file off; a negative size is what is lost."""
+    file = folder / "model.safetensors"
+    os.truncate(file, size if size > 0 else file.stat().st_size + size)
+
+
+def without_shard(folder: Path) -> None:
+    """Put an index in the place of the weight file."""
+    (folder / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
-    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(prune(damaged), "lacks 1 of 1", "model-00002-of-00002.safetensors")
-    (damaged / "config.json").write_text("{}")
-    refused(prune(damaged), "config.json", "model_type")
-    (damaged / "config.json").unlink()
-    refused(prune(damaged), "config.json", "No such file")
-    assert not (tmp_path / "out").exists()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_weights_that_are_missing_or_not_finite(damaged: Path, tmp_path: Path, command: Command) -> None:
-    """A tensor too few and a NaN are found before any pruning, and named."""
-    tensors = load_file(damaged / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    save_file({**tensors, name: tensors[name].index_fill(0, torch.tensor(3), float("nan"))}, damaged / "model.safetensors")
-    words = (damaged, tmp_path / "out", "--method", "magnitude")
-    refused(command("prune", *words), "NaN", name)
-    save_file({key: tensor for key, tensor in tensors.items() if key != name}, damaged / "model.safetensors")
-    refused(command("prune", *words), "lacks 1 weights", name)
-    assert not (tmp_path / "out").exists()
+def with_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
 
 
-def test_models_of_the_wrong_kind(damaged: Path, tmp_path: Path, command: Command) -> None:
-    """Not a causal language model, unknown to transformers, with code of its own, quantized: refused for what each is."""
-    BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)).save_pretrained(
-        tmp_path / "bert"
-    )
-    words = (tmp_path / "out", "--method", "magnitude")
-    refused(command("prune", tmp_path / "bert", *words), "BertModel", "causal")
-    config = json.loads((damaged / "config.json").read_text())
+def fields(**changed: object) -> Callable[[Path], object]:
+    """What changes fields of the configuration."""
 
-    def changed(**fields: object) -> Result:
-        (damaged / "config.json").write_text(json.dumps({**config, **fields}))
-        return command("prune", damaged, *words)
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changed))
 
-    refused(changed(architectures=["LlamaForConditionalGeneration"]), "LlamaForConditionalGeneration", "causal")
-    refused(changed(is_encoder_decoder=True), "causal")
-    refused(changed(quantization_config={"quant_method": "modelopt"}), "quantized by modelopt", "plain checkpoint")
-    refused(changed(quantization_config={"quant_method": "gptq"}), "quantized (GPTQ int4), and none of them is")
-    refused(changed(model_type="gpt_bigger"), "'gpt_bigger'", transformers.__version__)
-    brings = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    refused(changed(model_type="own", auto_map=brings), "its own code", "not run", "'own'", "--trust-remote-code")
+    return change
+
+
+BERT = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+OWN = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (shutil.rmtree, ("no folder", "damaged")),
+        (lambda folder: cut(folder, -100), ("model.safetensors", "cut off")),
+        (lambda folder: cut(folder, 5), ("model.safetensors", "cut off")),
+        (lambda folder: (folder / "model.safetensors").unlink(), ("no weights", "model.safetensors")),
+        (without_shard, ("lacks 1 of 1", "model-00002-of-00002.safetensors")),
+        (lambda folder: (folder / "config.json").write_text("{}"), ("config.json", "model_type")),
+        (lambda folder: (folder / "config.json").unlink(), ("config.json", "No such file")),
+        (lambda folder: with_weights(folder, lambda tensors: tensors[UP][3].fill_(float("nan"))), ("NaN", UP)),
+        (lambda folder: with_weights(folder, lambda tensors: tensors.pop(UP)), ("lacks 1 weights", UP)),
+        (lambda folder: BertModel(BERT).save_pretrained(folder), ("BertModel", "causal")),
+        (fields(architectures=["LlamaForConditionalGeneration"]), ("LlamaForConditionalGeneration", "causal")),
+        (fields(is_encoder_decoder=True), ("causal",)),
+        (fields(quantization_config={"quant_method": "modelopt"}), ("modelopt", "plain checkpoint")),
+        (fields(quantization_config={"quant_method": "gptq"}), ("config.json", "GPTQ int4")),
+        (fields(model_type="gpt_bigger"), ("'gpt_bigger'", transformers.__version__)),
+        (fields(model_type="own", auto_map=OWN), ("its own code", "not run", "'own'", "--trust-remote-code")),
+    ],
+)
+def test_models_that_are_not_there_damaged_or_of_the_wrong_kind(
+    change: Callable[[Path], object], parts: tuple[str, ...], damaged: Path, tmp_path: Path, command: Command
+) -> None:
+    """Each is told for what it is before any pruning."""
+    change(damaged)
+    refused(command("prune", damaged, tmp_path / "out", "--method", "magnitude"), *parts)
     assert not (tmp_path / "out").exists()
 
 
@@ -306,13 +313,6 @@ def test_revisions(tiny: dict[str, Path], tmp_path: Path, command: Command, monk
     refused(command("prune", "some/model", *words), "some/model", "'v2'")
     assert command("prune", "some/model", *words[:-1], "main").exit_code == 0
     assert list(dict.fromkeys(asked)) == [("some/model", "v2"), ("some/model", "main")]
-
-
-def test_no_tokenizer(damaged: Path, text_file: Path, tmp_path: Path, command: Command) -> None:
-    """A text and no tokenizer: refused before the weights are read."""
-    for file in damaged.glob("tokenizer*"):
-        file.unlink()
-    refused(command("prune", damaged, tmp_path / "out", "--calibration", text_file), "no tokenizer")
 
 
 def test_unsolved_activation(damaged: Path, text_file: Path, tmp_path: Path, command: Command) -> None:

@@ -38,6 +38,7 @@ CASES = [
     (("prune", "./nowhere", "out", "--method", "magnitude"), "There is no folder ./nowhere"),
     (("prune", "no-such-model", "out", "--method", "magnitude"), "There is no folder no-such-model"),
     (("prune", "demo:bert", "out", "--method", "magnitude"), "demo:bert"),
+    (("prune", "./text.txt", "out", "--method", "magnitude"), "There is no folder ./text.txt"),
     (("prune", "demo:opt", "exists", "--method", "magnitude"), "exists exists. Choose another name"),
     (("prune", "demo:opt", "out", "--calibration", "empty.txt"), "empty.txt is empty"),
     (("prune", "demo:opt", "out", "--calibration", "words.doc"), "'.doc'"),
