@@ -140,7 +140,7 @@ def test_expressions_that_never_end(pattern: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(selection, "MATCHING_SECONDS", 0.2)
     is_match = name_matcher(pattern, "`include`")
     started = time.process_time()
-    with pytest.raises(InvalidSetting, match=r"takes more than 0\.2 seconds to compare with names"):
+    with pytest.raises(InvalidSetting, match=r"`include`.*0\.2 seconds"):
         is_match("a" * 60 if "aa" in pattern else "model.layers.0.self_attn.q_proj.and.so.on.to.the.end")
     assert time.process_time() - started < 2
     assert name_matcher(r"re:.*(\.\w+)+_proj", "`include`")("model.layers.0.self_attn.q_proj")
@@ -150,5 +150,5 @@ def test_a_text_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "text.txt"
     file.write_text("words")
     monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(BadText, match="cannot be read: Permission denied"):
+    with pytest.raises(BadText, match=r"text\.txt.*Permission denied"):
         read_text(str(file), "calibration")

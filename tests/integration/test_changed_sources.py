@@ -82,7 +82,7 @@ def test_a_model_changed_during_a_run(
     before(saving, when, lambda: CHANGES[change](dense), monkeypatch)
     ran = command("prune", dense, tmp_path / "out", "--method", "magnitude", *(("--offload",) if offload else ()))
     name = {"weights": "model.safetensors", "weights cut off": "model.safetensors", "config": "config.json"}
-    refused(ran, f"was changed during the run: {name.get(change, 'notes.txt')} is no longer the file that was opened")
+    refused(ran, f"changed during the run: {name.get(change, 'notes.txt')}")
     assert "--resume" not in ran.stderr
     assert not (tmp_path / "out").exists()
 
@@ -94,7 +94,7 @@ def test_weights_changed_while_they_are_read(
     """What fails as a consequence is reported as the change."""
     before(pruning, "prune_blocks", lambda: (dense / "model.safetensors").write_bytes(b"cut off"), monkeypatch)
     ran = command("prune", dense, tmp_path / "out", "--method", "magnitude", *(("--offload",) if offload else ()))
-    refused(ran, "was changed during the run: model.safetensors is no longer the file that was opened")
+    refused(ran, "changed during the run: model.safetensors")
     assert not (tmp_path / "out").exists()
 
 
@@ -129,7 +129,7 @@ def test_a_model_changed_while_it_is_packed(
 ) -> None:
     """Nothing is kept of it, and a later call begins anew."""
     before(*when, lambda: rewrite(dense / "notes.txt"), monkeypatch)
-    with pytest.raises(SourceChanged, match=r"notes\.txt is no longer the file that was opened"):
+    with pytest.raises(SourceChanged, match=r"notes\.txt"):
         sparsellm.pack(dense, tmp_path / "packed", allow_dense=True)
     assert not (tmp_path / "packed").exists()
 

@@ -194,7 +194,7 @@ def test_what_was_dropped_or_rounded_in_silence_is_found(dense: Path, tmp_path: 
     with pytest.raises(VerificationFailed, match=r"mtp\.eh_proj\.weight"):
         verify(silent(dropped, lambda report: None), dense)
     rounded = prune(dense, "magnitude", "50%", dtype="bfloat16").save_pretrained(tmp_path / "rounded")
-    with pytest.raises(VerificationFailed, match="has another dtype than in the dense model, which the report does not say"):
+    with pytest.raises(VerificationFailed, match="dtype"):
         verify(silent(rounded, lambda report: report.pop("dtype_changed")), dense)
 
 

@@ -165,7 +165,7 @@ def test_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model without a list of like modules is refused, with what to do about it."""
     model = random(LACKING["starcoder2"])
     model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(UnsupportedModel, match=r"blocks are not found.*ARCHITECTURES"):
+    with pytest.raises(UnsupportedModel, match="ARCHITECTURES"):
         blocks_of(model)
 
 
@@ -357,12 +357,12 @@ def test_experts_of_another_form_are_refused() -> None:
     model = tiny("mixtral")
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = torch.nn.Parameter(experts.down_proj[:3].clone())
-    with pytest.raises(UnsupportedModel, match=r"MixtralExperts.*none of the forms"):
+    with pytest.raises(UnsupportedModel, match="MixtralExperts"):
         blocks_of(model)
     model = tiny("mixtral")
     experts = model.model.layers[1].mlp.experts
     own = experts.forward
     experts.forward = lambda *given: 2 * own(*given)
     plan = uniform_plan(blocks_of(model), parse_pattern("2:4"))
-    with pytest.raises(UnsupportedModel, match=r"experts of model.layers.1, a MixtralExperts, compute something else"):
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1, a MixtralExperts"):
         list(prune_blocks(model, batches(), LayerWise(SparseGPT()), plan))

@@ -60,7 +60,7 @@ def test_an_output_is_verified_against_a_model_in_memory(tiny: dict[str, Path], 
     assert sparsellm.verify(out, dense).tensors == sparsellm.verify(out, tiny["llama"]).tensors
     with torch.no_grad():
         dense.get_parameter("model.norm.weight")[0] += 1
-    with pytest.raises(VerificationFailed, match=r"model\.norm\.weight was not pruned and differs"):
+    with pytest.raises(VerificationFailed, match=r"model\.norm\.weight"):
         sparsellm.verify(out, dense)
 
 

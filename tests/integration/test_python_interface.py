@@ -91,11 +91,11 @@ def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Pa
         sparsellm.prune(model, calibration=text_file, sequence_length=32)
     with pytest.raises(InvalidSetting, match="dtype"):
         sparsellm.prune(model, method="magnitude", dtype="float16")
-    with pytest.raises(BadText, match="must be integers"):
+    with pytest.raises(BadText, match=r"\(4, 32\) torch\.float32"):
         sparsellm.prune(model, calibration=torch.rand(4, 32))
-    with pytest.raises(BadText, match="takes at most 64"):
+    with pytest.raises(BadText, match=r"65.*64"):
         sparsellm.prune(model, calibration=torch.zeros(4, 65, dtype=torch.long))
-    with pytest.raises(BadText, match=r"token 260, but .* has embeddings for 260 tokens"):
+    with pytest.raises(BadText, match=r"token 260.* 260 tokens"):
         sparsellm.prune(model, calibration=torch.full((4, 32), 260))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
 

@@ -127,7 +127,7 @@ def test_a_file_that_must_be_read_whole_is_limited(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         assert read_text(str(tmp_path / name), "test", memory=2**30).documents
         if name in ("a.json", "a.raw.gz"):
-            with pytest.raises(BadText, match=rf"{name} holds more than 1 MiB .* or raise `max_memory`"):
+            with pytest.raises(BadText, match=rf"{name} .*1 MiB.*`max_memory`"):
                 read_text(str(tmp_path / name), "test", memory=2**20)
         else:
             assert read_text(str(tmp_path / name), "test", memory=2**20).documents
