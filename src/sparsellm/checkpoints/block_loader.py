@@ -18,13 +18,14 @@ from sparsellm.checkpoints.tensor_index import (
     TensorLocation,
     index_tensors,
     keys_of,
+    read_finite,
     read_stored,
 )
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.runtime import devices
 from sparsellm.runtime.memory import release_free_memory
-from sparsellm.solvers.linalg import all_finite, count_zeros
+from sparsellm.solvers.linalg import count_zeros
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,12 +111,8 @@ class DiskWeights:
     def read(self, name: str) -> Tensor:
         """Read one tensor into CPU memory, in its stored shape and in the dtype that it has in the model."""
         location, dtype = self._locations[name], self._empty[name].dtype
-        tensor = read_stored(location, dtype)
-        if isinstance(self._empty[name], nn.Parameter) and not all_finite(tensor):
-            raise BadCheckpoint(
-                f"{location.file.name} holds NaN or infinity in {location.key}. Get a sound copy of the checkpoint."
-            )
-        return tensor.to(dtype)
+        read = read_finite if isinstance(self._empty[name], nn.Parameter) else read_stored
+        return read(location, dtype).to(dtype)
 
     def size(self) -> tuple[int, int]:
         """Return the number of parameters, tied ones counted once, and how many of them are zero."""

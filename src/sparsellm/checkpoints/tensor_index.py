@@ -183,6 +183,14 @@ def read_stored(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor
 
 
+def read_finite(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
+    """Read a tensor as `read_stored` does. Raises BadCheckpoint if it holds NaN or infinity."""
+    tensor = read_stored(stored, dtype)
+    if tensor.is_floating_point() and not all_finite(tensor):
+        raise BadCheckpoint(f"{stored.file.name} holds NaN or infinity in {stored.key}. Get a sound copy of the checkpoint.")
+    return tensor
+
+
 def read_all(files: Iterable[Path], dtype: torch.dtype) -> dict[str, Tensor]:
     """Read the tensors of several files, by their stored names, decoded if they are packed or quantized, those to `dtype`."""
     return {key: _read(TensorLocation(file, key), dtype) for file in files for key in read_headers(file)}

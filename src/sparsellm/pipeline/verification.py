@@ -24,6 +24,7 @@ from sparsellm.checkpoints.tensor_index import (
     TensorLocation,
     file_digest,
     locations_of,
+    read_finite,
     read_stored,
     report_digest,
     tensor_digests,
@@ -40,7 +41,7 @@ from sparsellm.pipeline.outputs import Output, read_finished
 from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.report_differences import raise_if_any, shape_difference, tensor_differences
-from sparsellm.solvers.linalg import all_finite, count_zeros
+from sparsellm.solvers.linalg import count_zeros
 from sparsellm.texts.json_files import finite
 
 if TYPE_CHECKING:
@@ -213,22 +214,14 @@ def check_unpruned(source: Checkpoint, loaded: LoadedModel, plan: Plan) -> None:
             f"{wrong[0]} first, and its output would differ in more than the pruned layers."
         )
     for place in form.carried.values():
-        _read_finite(place)
+        read_finite(place)
 
 
 def _is_stored(tensor: Tensor, place: TensorLocation) -> bool:
     """Whether a tensor has the values of a stored one in its own dtype, or on the meta device its shape."""
     if tensor.is_meta:
         return tensor.shape == read_headers(place.file)[place.key].shape
-    return bit_identical(tensor.cpu(), _read_finite(place, tensor.dtype), as_stored=False)
-
-
-def _read_finite(place: TensorLocation, dtype: torch.dtype | None = None) -> Tensor:
-    """Read a tensor; raise BadCheckpoint if it is not finite."""
-    stored = read_stored(place, dtype)
-    if stored.is_floating_point() and not all_finite(stored):
-        raise BadCheckpoint(f"{place.file.name} holds NaN or infinity in {place.key}. Get a sound copy of the checkpoint.")
-    return stored
+    return bit_identical(tensor.cpu(), read_finite(place, tensor.dtype), as_stored=False)
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
