@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name, first_line
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
 from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
-from sparsellm.texts.json_files import build_mapping
+from sparsellm.texts.json_files import build_mapping, first_fault
 
 PACKED_METHOD = "sparsellm"
 """`quant_method` of a packed checkpoint's configuration, and the metadata of a weight file that list packed tensors."""
@@ -148,12 +148,8 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
         return {}
     try:
         entries = TypeAdapter(dict[str, PackedEntry]).validate_python(json.loads(text, object_pairs_hook=build_mapping))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "top level"
-        raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({where}: {first['msg']}).") from None
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({first_line(error)}).") from None
+    except (ValueError, RecursionError) as error:  # also pydantic's
+        raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({first_fault(error)}).") from None
     for key, entry in entries.items():
         is_matrix = len(entry.shape) >= 2 and min(entry.shape) >= 1 and entry.dtype in ("float32", "float16", "bfloat16")
         if not is_matrix or entry.bits not in (None, *WIDTHS) or entry.group_size not in GROUP_SIZES:

@@ -216,10 +216,9 @@ def _read_quantized(location: TensorLocation, weight: QuantizedWeight, dtype: to
     parts = {ending: _read_elements(TensorLocation(file, key), 0, None) for ending, (file, key) in weight.parts.items()}
     try:
         return weight.dequantize(parts, dtype or getattr(torch, weight.dtype))
-    except (IndexError, ArithmeticError) as error:
-        raise BadCheckpoint(f"{location.file.name}: the parts of {location.key} do not fit each other.") from error
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{location.file.name}: {location.key}: {error}. Get a sound copy of the file.") from None
+    except (IndexError, ArithmeticError, BadCheckpoint) as error:
+        reason = error if isinstance(error, BadCheckpoint) else "its parts do not fit each other"
+        raise BadCheckpoint(f"{location.file.name}: {location.key}: {reason}. Get a sound copy of the file.") from error
 
 
 def stored_row_chunks(location: TensorLocation, dtype: torch.dtype | None = None, decoded: bool = True) -> Iterator[Tensor]:

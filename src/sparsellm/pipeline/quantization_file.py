@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -24,7 +24,7 @@ from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.quantization import Quantized, Scales
-from sparsellm.texts.json_files import durable
+from sparsellm.texts.json_files import durable, first_fault
 
 _METADATA = "sparsellm"
 _SUFFIX = "_scale"
@@ -66,11 +66,9 @@ def read_scales(folder: Path) -> dict[str, Scales]:
             metadata: Any = stream.metadata() or {}
             entries = TypeAdapter(dict[str, _Entry]).validate_json(metadata.get(_METADATA, ""))
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
-    except ValidationError as error:
-        raise _damaged(error.errors(include_url=False)[0]["msg"]) from None
-    except (SafetensorError, OSError, RuntimeError) as error:
+    except (ValueError, SafetensorError, OSError, RuntimeError) as error:  # also pydantic's
         raise_unless_damaged(error)
-        raise _damaged(str(error).splitlines()[0][:120]) from None
+        raise _damaged(first_fault(error)) from None
     wrong = {name + _SUFFIX for name in entries} ^ tensors.keys()
     wrong |= {
         name for name, x in tensors.items() if x.dtype is not torch.bfloat16 or x.dim() != 2 or not bool(x.isfinite().all())

@@ -84,10 +84,16 @@ def read_record(
     try:
         return validate(content), content
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "top level"
-        reason = f"{where}: {first['msg']}, got {printable(repr(first['input']), 80)}"
-    raise refusal(f"{path} is damaged: it is not a {what} ({reason}).")
+        raise refusal(f"{path} is damaged: it is not a {what} ({first_fault(error)}).") from None
+
+
+def first_fault(error: Exception) -> str:
+    """The first line of an error's text; of pydantic's errors the first field that is wrong, and its value."""
+    if not isinstance(error, ValidationError):
+        return first_line(error)
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "top level"
+    return f"{where}: {first['msg']}, got {printable(repr(first['input']), 80)}"
 
 
 def read_utf8(path: Path) -> str:

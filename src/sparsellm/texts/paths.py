@@ -52,11 +52,10 @@ def home() -> Path | None:
 
 def check_machine() -> None:
     """Raise InvalidSetting unless this process has a working folder and one for temporary files, which torch needs to start."""
+    problem = "The working folder was removed. Change to a folder that exists."
     try:
         Path.cwd()
-    except OSError:
-        raise InvalidSetting("The working folder was removed. Change to a folder that exists.") from None
-    try:
+        problem = "There is no writable folder for temporary files. Set TMPDIR to one."
         tempfile.gettempdir()
     except OSError:
-        raise InvalidSetting("There is no writable folder for temporary files. Set TMPDIR to one.") from None
+        raise InvalidSetting(problem) from None
