@@ -129,7 +129,7 @@ def test_from_python(made: Path, tmp_path: Path) -> None:
         sparsellm.report([made / "run", made / "other"], mine)
     sparsellm.report(made / "run", mine, overwrite=True)
     sparsellm.report([made / "run", made / "other"], mine)  # a page by now
-    with pytest.raises(InvalidSetting, match="got the folder"):
+    with pytest.raises(InvalidSetting, match="is a folder"):
         sparsellm.report(made / "run", tmp_path)
 
 

@@ -293,17 +293,20 @@ def test_the_sweep_of_a_page_reads_as_the_same_sweep(smoke: bool, tmp_path: Path
     assert any(beside[0])
 
 
-def test_a_folder_that_is_none(tmp_path: Path, command: Command) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        done = command("report", folder)
-        assert done.exit_code == 1
-        assert "output folder of a run" in done.stderr
-    (tmp_path / "sparsellm.json").write_text('{"recipe": 3', encoding="utf-8")
-    with pytest.raises(BadCheckpoint, match=r"sparsellm\.json"):
-        report_page(tmp_path)
-    (tmp_path / "sparsellm.json").write_text('{"recipe": 3}', encoding="utf-8")
-    with pytest.raises(BadCheckpoint, match=r"sparsellm\.json.*recipe"):
-        report_page(tmp_path)
+@pytest.mark.parametrize(
+    ("report", "error", "named"),
+    [
+        (None, InvalidSetting, "out holds no run"),
+        ('{"recipe": 3', BadCheckpoint, r"sparsellm\.json"),
+        ('{"recipe": 3}', BadCheckpoint, r"sparsellm\.json .*recipe"),
+    ],
+)
+def test_a_folder_that_is_none(report: str | None, error: type[Exception], named: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    if report:
+        (tmp_path / "out" / "sparsellm.json").write_text(report, encoding="utf-8")
+    with pytest.raises(error, match=named):
+        sparsellm.report(tmp_path / "out")
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +321,8 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[plots\]'"):
         report_page(run)
-    with pytest.raises(InvalidSetting, match="does not exist"):
-        report_page(run / "none")
+    with pytest.raises(InvalidSetting, match="none"):
+        sparsellm.report(run.parent / "none")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.errors import InvalidSetting, TargetNotReached
+from sparsellm.errors import InvalidSetting, OutputExists, TargetNotReached
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.methods import BlockResult
@@ -42,6 +42,9 @@ Command = Callable[..., Result]
 
 ACCURACY = ("--method", "magnitude", "--min-accuracy", "arc_easy:0.3", "--step", "20%")
 """Options of a search for an accuracy on a task."""
+
+INCREASE: dict[str, Any] = {"max_perplexity_increase": "5%"}
+"""A target in Python."""
 
 
 @pytest.fixture
@@ -401,44 +404,36 @@ def test_a_search_says_which_sparsities_it_cannot_decide(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("given", "named"),
     [
-        ((), "Name one target"),
-        (("--max-perplexity-increase", "5%", "--max-size", "3MB"), "Name one target"),
-        (("--max-perplexity-increase", "5"), "must be a percentage such as 5%"),
-        (("--max-perplexity-increase", "-5%"), "must be a percentage such as 5%"),
-        (("--min-accuracy", ":0.6"), "needs a task and an accuracy, as boolq:0.60"),
-        (("--min-accuracy", "boolq:120%"), "must be at most 1, or 100%"),
-        (("--min-accuracy", "boolq"), "needs a task and an accuracy, as boolq:0.60"),
-        (("--max-size", "large"), "--max-size must be a size such as"),
-        (("--max-perplexity-increase", "5%", "--step", "0%"), "--step must be from 0.1% to 50%, got 0%"),
-        (("--max-perplexity-increase", "5%", "--step", "1e-9%"), "--step must be from 0.1% to 50%, got 1e-09%"),
-        (("--max-perplexity-increase", "5%", "--step", "none"), "--step must be a fraction"),
-        (("--max-perplexity-increase", "5%", "--allocation", "shares.yaml"), "--allocation"),
+        ({}, "`max_perplexity_increase`, `min_accuracy` or `max_size`"),
+        (INCREASE | {"max_size": "3MB"}, "`max_perplexity_increase`, `min_accuracy` or `max_size`"),
+        ({"max_perplexity_increase": "5"}, "`max_perplexity_increase`"),
+        ({"max_perplexity_increase": "-5%"}, "`max_perplexity_increase`"),
+        ({"min_accuracy": ":0.6"}, "`min_accuracy`"),
+        ({"min_accuracy": "boolq:120%"}, "`min_accuracy` .* at most 100%"),
+        ({"min_accuracy": "boolq"}, "`min_accuracy`"),
+        ({"max_size": "large"}, "`max_size`"),
+        (INCREASE | {"step": "0%"}, "`step` .* got 0%"),
+        (INCREASE | {"step": "1e-9%"}, "`step` .* got 1e-09%"),
+        (INCREASE | {"step": "none"}, "`step`"),
+        (INCREASE | {"allocation": "shares.yaml"}, "`allocation`"),
+        (INCREASE | {"bits": 3.0}, "`bits`"),
+        (INCREASE | {"evaluate": []}, "`evaluate`"),
     ],
 )
 def test_wrong_searches_are_refused(
-    options: tuple[str, ...], message: str, words: tuple[object, ...], tmp_path: Path, command: Command
+    given: dict[str, Any], named: str, settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path
 ) -> None:
-    refused(command("search", *words, tmp_path / "out", *options), message)
+    with pytest.raises(InvalidSetting, match=named):
+        sparsellm.search(loud["llama"], tmp_path / "out", **settings | given)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_search_takes_no_budget_of_bits(loud: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
-    """In Python, whose settings are those of `prune`; a bound of the search is no setting that the caller gave."""
-    target: dict[str, Any] = {"calibration": str(text_file), "evaluate": str(text_file), "max_perplexity_increase": "5%"}
-    with pytest.raises(InvalidSetting, match="`bits`"):
-        sparsellm.search(loud["opt"], tmp_path / "out", bits=3.0, **target)
-
-
-def test_a_search_needs_a_text_and_an_output_that_is_free(
-    loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
-) -> None:
-    target = ("--max-perplexity-increase", "5%", "--calibration", text_file)
-    refused(command("search", loud["opt"], tmp_path / "out", *target), "pass --evaluate")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").touch()
-    refused(command("search", loud["opt"], tmp_path / "full", *target, "--evaluate", text_file), "exists")
+def test_a_search_needs_an_output_that_is_free(settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(OutputExists, match=tmp_path.name):
+        sparsellm.search(loud["opt"], tmp_path, **INCREASE, **settings)
 
 
 def test_a_search_by_several_processes_is_refused(
@@ -446,8 +441,9 @@ def test_a_search_by_several_processes_is_refused(
 ) -> None:
     """By those of a launcher, and in Python by those of a process group."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(command("search", *words, tmp_path / "out", "--max-size", "3MB"), "A search runs in one process.")
+    refused(command("search", *words, tmp_path / "out", "--max-size", "3MB"), "one process")
+    monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr("sparsellm.runtime.collectives.world", lambda: 2)
-    with pytest.raises(InvalidSetting, match="A search runs in one process"):
+    with pytest.raises(InvalidSetting, match="one process"):
         sparsellm.search(words[0], tmp_path / "out", max_size="3MB", **settings)
     assert not (tmp_path / "out").exists()

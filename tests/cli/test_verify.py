@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
+from sparsellm.pipeline.output_folder import REPORT, WORK
 from tests.cli.conftest import OUTPUTS
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
@@ -223,6 +225,7 @@ CHANGES: dict[str, Change] = {
     "zeros in a sealed report": reported(lambda report: first_layer(report).update(zeros=1), sealed=True),
     "a pattern in a sealed report": reported(lambda report: first_layer(report).update(pattern="3:4"), sealed=True),
     "a layer less in a sealed report": reported(lambda report: report["blocks"][0]["layers"].pop(), sealed=True),
+    "a layer's name in a sealed report": reported(lambda report: first_layer(report).update(name="no.such"), sealed=True),
     "totals of a sealed report": reported(lambda report: report["totals"].update(sparsity_of_model=0.9), sealed=True),
     "a layer twice in a sealed report": reported(
         lambda report: report["blocks"][0]["layers"][1].update(first_layer(report)), sealed=True
@@ -281,7 +284,7 @@ def test_against_a_dense_model_that_differs(models: dict[str, Path], outputs: di
     tensors = load_file(dense / "model.safetensors")
     for key, what in (("model.norm.weight", "model.norm.weight"), ("model.layers.0.self_attn.qkv_proj.weight", "qkv_proj.k")):
         save_file(tensors | {key: 2 * tensors[key]}, dense / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(VerificationFailed, match=what) as caught:
+        with pytest.raises(VerificationFailed, match=f"1 difference: .*{what} was not pruned and differs") as caught:
             sparsellm.verify(outputs["fused"], against=str(dense))
         assert len(caught.value.differences) == 1
 
@@ -324,26 +327,32 @@ def test_in_the_hub_s_cache(outputs: dict[str, Path], tmp_path: Path) -> None:
     sparsellm.verify(place)
     (place / "README.md").unlink()
     (place / "README.md").symlink_to(shutil.copy(outputs["opt"] / "README.md", tmp_path / "private"))
-    with pytest.raises(BadCheckpoint, match=r"README\.md"):
+    with pytest.raises(BadCheckpoint, match=r"lists README\.md, which is not in the folder or is a link out of it"):
         sparsellm.verify(place)
 
 
-def test_an_output_without_a_report(
-    models: dict[str, Path], outputs: dict[str, Path], tmp_path: Path, command: Command
-) -> None:
-    """None at all, one without digests, one that is damaged: one message each."""
-    refused(command("verify", models["opt"]), "was not written by sparsellm", "sparsellm.json")
+REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "no folder": (shutil.rmtree, InvalidSetting, "own"),
+    "no report": (lambda folder: (folder / REPORT).unlink(), InvalidSetting, REPORT),
+    "an unfinished output": (lambda folder: (folder / WORK).mkdir(), InvalidSetting, "own"),
+    "a missing file": (lambda folder: (folder / "config.json").unlink(), BadCheckpoint, "config.json"),
+    "a file outside": (reported(lambda report: report["files"].append("../secret")), BadCheckpoint, "../secret"),
+    "no digests": (reported(lambda report: report.pop("digests")), BadCheckpoint, REPORT),
+    "half of a report": (lambda folder: (folder / REPORT).write_text("{"), BadCheckpoint, REPORT),
+    "nested lists": (lambda folder: (folder / REPORT).write_text("[" * 100_000), BadCheckpoint, REPORT),
+    "null": (lambda folder: (folder / REPORT).write_text("null"), BadCheckpoint, REPORT),
+    "a number of files": (lambda folder: (folder / REPORT).write_text('{"files": 1}'), BadCheckpoint, REPORT),
+    "an empty block": (reported(lambda report: report.update(blocks=[{}])), BadCheckpoint, REPORT),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_output_is_refused(what: str, outputs: dict[str, Path], tmp_path: Path) -> None:
+    change, error, named = REFUSED[what]
     own = Path(shutil.copytree(outputs["opt"], tmp_path / "own"))
-    report = report_of(own)
-    del report["digests"]
-    (own / "sparsellm.json").write_text(json.dumps(report))
-    refused(command("verify", own), "holds no digests", "Prune the model again")
-    for damaged in ("{", "[]", "null", '{"files": 1}', "[" * 100_000):
-        (own / "sparsellm.json").write_text(damaged)
-        message = refused(command("verify", own), "sparsellm.json")
-        assert "is damaged" in message or "cannot be read" in message, message
-    with pytest.raises(InvalidSetting, match="nowhere"):
-        sparsellm.verify(tmp_path / "nowhere")
+    change(own)
+    with pytest.raises(error, match=re.escape(named)):
+        sparsellm.verify(own)
 
 
 def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +368,7 @@ def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Pa
 
     monkeypatch.setattr(saving, "_document", damaging)
     result = sparsellm.prune(tiny["opt"], method="magnitude")
-    with pytest.raises(VerificationFailed, match="weight"):
+    with pytest.raises(VerificationFailed, match="weight has other values than in memory"):
         result.save_pretrained(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -370,6 +379,6 @@ def test_a_tensor_that_is_not_finite_is_not_written(tiny: dict[str, Path], tmp_p
     weight = result.model.model.decoder.layers[0].fc1.weight
     with torch.no_grad():
         weight[tuple(weight.nonzero()[0])] = float("nan")
-    with pytest.raises(VerificationFailed, match=r"layers\.0\.fc1\.weight .*NaN"):
+    with pytest.raises(VerificationFailed, match=r"layers\.0\.fc1\.weight holds NaN or infinity"):
         result.save_pretrained(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

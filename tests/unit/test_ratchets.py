@@ -18,7 +18,7 @@ LINES = {
     "activations": 1_317,
     "allocation": 661,
     "checkpoints": 4_181,
-    "cli": 2_009,
+    "cli": 2_006,
     "evaluation": 1_055,
     "formats": 2_596,
     "methods": 2_349,
@@ -26,7 +26,7 @@ LINES = {
     "pipeline": 11_239,
     "runtime": 1_463,
     "solvers": 2_557,
-    "studies": 3_969,
+    "studies": 3_938,
     "texts": 2_408,
     "training": 1_628,
 }

@@ -134,7 +134,7 @@ def search(
     Example: sparsellm search demo:opt opt-5 --max-perplexity-increase 5% --calibration demo --evaluate demo --samples 16
     """
     with report_errors(context):
-        from sparsellm.errors import InvalidSetting, TargetNotReached
+        from sparsellm.errors import TargetNotReached
         from sparsellm.pipeline.recipe_file import read_search
         from sparsellm.solvers.patterns import parse_pattern
 
@@ -148,12 +148,9 @@ def search(
         from sparsellm.pipeline.display import Display
         from sparsellm.pipeline.events import combine_observers
         from sparsellm.pipeline.tracking import Tracked
-        from sparsellm.runtime import process_group
-        from sparsellm.studies.search import ONE_PROCESS, search_sparsity
+        from sparsellm.studies.search import search_sparsity
         from sparsellm.studies.target import Target
 
-        if process_group.independent_process(os.environ)[1] > 1:
-            raise InvalidSetting(ONE_PROCESS)
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
             with (

@@ -205,36 +205,27 @@ def read_comparison(folders: Sequence[str | Path]) -> Comparison:
             different models.
         BadCheckpoint: A report is damaged.
     """
-    if len(folders) < 2:
-        raise InvalidSetting(f"A comparison is of two folders or more, got {len(folders)}. Pass one alone for its page.")
     if twice := next((folder for number, folder in enumerate(folders) if folder in folders[:number]), None):
         raise InvalidSetting(f"{twice} is named twice. Name every folder once.")
     names, open_cells = short_names([str(folder) for folder in folders]), list[str]()
     runs = [run for folder in folders for run in _read(check_results(folder), names[str(folder)], open_cells)]
-    if len(runs) < 2:
-        raise InvalidSetting(f"There is nothing to compare: {plural(len(runs), 'finished run')}. Name another folder.")
-    models = {(run.model, run.report.totals.parameters): run for run in runs}
-    if len(models) > 1:
-        (first, _), (other, _) = list(models)[:2]
-        one, another = list(models.values())[:2]
-        kind = f"both called {first} and of different size" if first == other else f"{first} and {other}"
-        raise InvalidSetting(
-            f"{one.name} and {another.name} are pruned from different models, {kind}. Compare runs of one model."
-        )
-    _check_weights(runs)
-    return Comparison(next(iter(models))[0], tuple(map(str, folders)), tuple(runs), tuple(_notes(runs, open_cells)))
+    if len(folders) < 2 or len(runs) < 2:
+        got = f"{plural(len(folders), 'folder')} with {plural(len(runs), 'finished run')}"
+        raise InvalidSetting(f"A comparison is of two folders or more, got {got}. Name another one, or one alone for its page.")
+    _check_model(runs)
+    return Comparison(runs[0].model, tuple(map(str, folders)), tuple(runs), tuple(_notes(runs, open_cells)))
 
 
-def _check_weights(runs: Sequence[ComparedRun]) -> None:
-    """Raise InvalidSetting if the models of two runs, which have one name, have a weight file of other contents."""
-    known: dict[str, tuple[str, str]] = {}
+def _check_model(runs: Sequence[ComparedRun]) -> None:
+    """Raise InvalidSetting if the models of two runs differ in their name, their size or the contents of a weight file."""
+    known: dict[str, tuple[str, object]] = {}
     for run in runs:
-        for file, text in run.weights.items():
-            first, recorded = known.setdefault(file, (run.name, text))
-            if recorded != text:
+        for what, value in {"name": run.model, "size": run.report.totals.parameters, **run.weights}.items():
+            first, recorded = known.setdefault(what, (run.name, value))
+            if recorded != value:
                 raise InvalidSetting(
-                    f"{first} and {run.name} are pruned from different models, both called {run.model}: {file} had {recorded} "
-                    f"for the first and {text} for the second. Compare runs of one model."
+                    f"{first} and {run.name} are pruned from different models: {what} is {recorded} in the first and {value} "
+                    "in the second. Compare runs of one model."
                 )
 
 

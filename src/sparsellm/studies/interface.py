@@ -217,7 +217,8 @@ def report(
         OutputExists: A file exists that sparsellm did not write.
         MissingPackage: matplotlib is not installed.
     """
-    _check_page(output, overwrite=overwrite, otherwise="; `runs` takes all folders to compare")
+    if output is not None:
+        check_pages([local_path(output)], overwrite=overwrite, otherwise="; `runs` takes all folders to compare")
     if isinstance(runs, (list, tuple)) and not isinstance(runs, Outcomes):
         if figures:
             raise InvalidSetting("A comparison has no plots for `figures`. Leave it out, or report one run at a time.")
@@ -277,7 +278,8 @@ def bench(
         TooLarge: Both models do not fit in memory.
         MissingPackage: A page is asked for, and matplotlib is not installed.
     """
-    _check_page(output, overwrite=overwrite)
+    if output is not None:
+        check_pages([local_path(output)], overwrite=overwrite)
     if record:
         recordable(packed)  # before the measurement
     batches, counts = ((x,) if isinstance(x, int) else x for x in (batch, threads or torch.get_num_threads()))
@@ -291,16 +293,6 @@ def bench(
     return measured
 
 
-def _check_page(output: str | Path | None, *, overwrite: bool, otherwise: str = "") -> None:
-    """Check that a page can be written, if there is to be one; `otherwise` says what a folder in its place may be meant for."""
-    if output is None:
-        return
-    if not isinstance(output, (str, Path)) or local_path(output).is_dir():
-        got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
-        raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write{otherwise}.")
-    check_pages([local_path(output)], overwrite=overwrite)
-
-
 OWN_MARKS = (
     b'<meta name="generator" content="sparsellm">',
     b"<dc:title>sparsellm</dc:title>",
@@ -312,11 +304,12 @@ HEAD_BYTES = 4096
 """Bytes at the start of a file in which a mark stands."""
 
 
-def check_pages(files: Iterable[Path], *, overwrite: bool) -> None:
+def check_pages(files: Iterable[Path], *, overwrite: bool, otherwise: str = "") -> None:
     """Check that pages or plots can be written.
 
     Args:
         overwrite: Whether to replace files that sparsellm did not write.
+        otherwise: What a folder in place of a file may be meant for, as the end of a sentence.
 
     Raises:
         InvalidSetting: A path is a folder, is inside the output of a run, or cannot be written.
@@ -324,7 +317,7 @@ def check_pages(files: Iterable[Path], *, overwrite: bool) -> None:
     """
     for file in files:
         if file.is_dir():
-            raise InvalidSetting(f"{file} is a folder. Name a file to write.")
+            raise InvalidSetting(f"{file} is a folder. Name a file to write{otherwise}.")
         place = file.absolute()
         check_place(file, place)
         for folder in {*place.parents, *place.resolve().parents}:

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import plural
-from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
+from sparsellm.pipeline.output_folder import REPORT, is_sweep
 from sparsellm.pipeline.path_names import PathNames, local_files
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import without_defaults
@@ -86,11 +86,8 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
         run: Output folder of a run or a sweep, or the result of a run.
 
     Raises:
-        InvalidSetting: If the folder is the output of neither a run nor a sweep.
         MissingPackage: If matplotlib is not installed.
     """
-    if not isinstance(run, Result):
-        check_results(run)  # before matplotlib is looked for
     with style():
         page = _page_of(run)
         return page.to_html(), list(page.plots)

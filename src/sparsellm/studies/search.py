@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,9 +35,6 @@ from sparsellm.studies.target import HIGHEST, Target, bound_note, outcome, packe
 
 FINEST = 1e-3
 """The smallest step: measurements of two models that are closer differ by less than their standard errors."""
-
-ONE_PROCESS = "A search runs in one process. Start it without a launcher."
-"""The refusal of several processes."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,8 @@ def search_sparsity(
         InvalidSetting: The recipe cannot be searched, does not measure what the target needs, or several processes search.
         TargetNotReached: No sparsity meets the target. Nothing is written.
     """
-    if collectives.world() > 1:
-        raise InvalidSetting(ONE_PROCESS)
+    if max(collectives.world(), int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise InvalidSetting("A search runs in one process. Start it without a launcher.")
     check_inputs(recipe)
     grid = _sparsities(step)
     recipe = _with_measurements(recipe, target)

@@ -56,7 +56,13 @@ def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart
         path = local_path(output)
         refuse_links(path, path / WORK)
         unfinished = (path / WORK).exists()
-        _check_no_files(path, len(folders))
+        with not_moved(path):
+            entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
+            files = sorted(str(entry.relative_to(path.parent)) for entry in entries if entry.is_file())
+        if files:
+            raise OutputExists(
+                f"{files[0]} is a file. Name a new folder for {len(folders)} outputs, or one that holds no files."
+            )
         if unfinished and not resume and not restart:
             raise CannotResume(f"{output} is unfinished. Pass `resume` to continue it, or `restart` to start over.")
         overwrite = overwrite or (restart and unfinished)
@@ -68,15 +74,6 @@ def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart
             check_output(folder, overwrite, recipe.model)
         else:
             check_kept(folder, recipe)
-
-
-def _check_no_files(path: Path, count: int) -> None:
-    """Raise OutputExists if the folder for so many outputs is a file or holds files, as an output does."""
-    with not_moved(path):
-        entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
-        files = sorted(str(entry.relative_to(path.parent)) for entry in entries if entry.is_file())
-    if files:
-        raise OutputExists(f"{files[0]} is a file. Name a new folder for {count} outputs, or one that holds no files.")
 
 
 def run_each(
@@ -100,10 +97,6 @@ def run_each(
         The report of the last run.
     """
     replaces = overwrite or (restart and len(folders) > 1)
-    if len(folders) > 1 and collectives.is_main():  # which are locked by now: another command may have finished one before
-        for (folder, recipe), done in zip(folders.items(), finished, strict=True):
-            if not done:
-                check_output(folder, replaces, recipe.model)
     replace = {"resume": resume, "restart": restart, "overwrite": replaces}
     for number, (folder, recipe) in enumerate(folders.items()):
         if finished[number]:
@@ -154,9 +147,7 @@ def locked_runs(output: str | Path, folders: Collection[Path], observe: Observer
         yield RunSet(observe)
         return
     work = local_path(output) / WORK
-    with locked(output) if collectives.is_main() else nullcontext() as path:
-        if path is not None:
-            _check_no_files(path, len(folders))  # another command may have finished an output there meanwhile
+    with locked(output) if collectives.is_main() else nullcontext():
         try:
             yield RunSet(observe, work / "dense")
         except BaseException as error:

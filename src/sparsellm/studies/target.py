@@ -66,9 +66,7 @@ class Target:
         for task, value in items:
             if not task:
                 raise InvalidSetting(f"`min_accuracy` needs a task and an accuracy, as boolq:0.60; got {value!r}.")
-            accuracy[task] = _fraction("min_accuracy", value)
-            if accuracy[task] > 1:
-                raise InvalidSetting(f"`min_accuracy` must be at most 1, or 100%, got {value} for {task}.")
+            accuracy[task] = _fraction("min_accuracy", value, largest=1.0)
         size = parse_size("max_size", max_size) if isinstance(max_size, str) else max_size
         return cls(increase, accuracy or None, size)
 
@@ -201,14 +199,15 @@ def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
     return others * dtype.itemsize + estimated_bytes(pruned, max(zeros, 0), dtype_name(dtype))
 
 
-def _fraction(field: str, value: str | float) -> float:
+def _fraction(field: str, value: str | float, largest: float = math.inf) -> float:
     """A fraction from "5%" or 0.05. Raises InvalidSetting, which names the field."""
     text = str(value).strip()
     with suppress(ValueError):
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if math.isfinite(number) and number >= 0 and (text.endswith("%") or number <= 1):
+        if math.isfinite(number) and 0 <= number <= largest and (text.endswith("%") or number <= 1):
             return number
-    raise InvalidSetting(f"`{field}` must be a percentage such as 5% or a fraction such as 0.05, got {text!r}.")
+    limit = ", at most 100%," if largest == 1 else ""
+    raise InvalidSetting(f"`{field}` must be a percentage such as 5%{limit} or a fraction such as 0.05, got {text!r}.")
 
 
 def _split(texts: Sequence[str] | str | None) -> Iterable[tuple[str, str]]:
