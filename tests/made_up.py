@@ -85,7 +85,7 @@ def written(folder: Path, report: Report) -> Path:
     (folder / "model.safetensors").write_bytes(bytes(3000))
     report.files, report.digests = ("model.safetensors",), Digests({}, {}, "")
     report.digests = Digests({}, {}, report_digest(report.to_dict()))
-    (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
+    (folder / REPORT).write_text(strict_json(report.to_dict()), encoding="utf-8")
     return folder
 
 

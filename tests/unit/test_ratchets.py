@@ -23,7 +23,7 @@ LINES = {
     "formats": 2_596,
     "methods": 2_349,
     "models": 2_172,
-    "pipeline": 11_239,
+    "pipeline": 11_229,
     "runtime": 1_463,
     "solvers": 2_557,
     "studies": 3_938,

@@ -28,7 +28,7 @@ from sparsellm.pipeline.training_outcome import WHOLE_MODEL, changed_nothing, de
 from sparsellm.pipeline.zeros_before import describe_pruning, describe_start, note_after, note_surplus
 from sparsellm.solvers.patterns import NM
 from sparsellm.solvers.statistics import TokenCount
-from sparsellm.texts.json_files import FORMAT, read_record, strict_json
+from sparsellm.texts.json_files import FORMAT, read_record
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -38,7 +38,7 @@ WHEN: tuple[When, ...] = ("dense", "pruned")
 
 Perplexities = dict[str, dict[When, Perplexity]]
 Accuracies = dict[str, dict[When, Accuracy]]
-"""Measurements before and after pruning, by text or task."""
+"""What was measured before and after pruning, by text or task."""
 
 
 def _read_recipe(value: Any) -> Recipe | RecoveryRecipe:
@@ -69,21 +69,15 @@ class Digests:
 
 @dataclass(frozen=True)
 class PrunedReport:
-    """The part of the pruned checkpoint's report that the report of a recovery repeats.
+    """The entries of a pruned checkpoint's report that the report of its recovery repeats.
 
     Attributes:
         digest: Digest of that report.
     """
 
     recipe: SavedRecipe
-    resolved: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-    calibration: str = ""
     perplexity: Perplexities = field(default_factory=dict)
     tasks: Accuracies = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    recovered: TrainingResult | None = None
     pruned: PrunedReport | None = None
     digest: str = ""
 
@@ -152,12 +146,12 @@ class Report(Summarized):
 
     @property
     def result(self) -> str:
-        """The word for the model after the run."""
+        """What the run made of the dense model, in a word."""
         return "recovered" if self.pruned else "pruned"
 
     @property
     def start(self) -> str:
-        """The state of the model before the run, for tables: dense, or with how many zeros."""
+        """What the model was before the run, in tables: dense, or with how many zeros."""
         return describe_start(self.initial_sparsity, self.totals)
 
     @property
@@ -228,7 +222,7 @@ class Report(Summarized):
         return self.pruned.perplexity.get(text, {}).get("pruned") if self.pruned else None
 
     def in_order(self, text: str) -> list[Perplexity]:
-        """The perplexities on a text: before pruning, after it, and, for a recovery, after that."""
+        """What was measured on a text: before pruning, after it, and, for a recovery, after that."""
         pair = self.perplexity[text]
         return [x for x in (pair.get("dense"), self.before(text), pair.get("pruned")) if x is not None]
 
@@ -258,7 +252,7 @@ class Report(Summarized):
         return describe_pruning(self.recipe, self.totals)
 
     def summary(self) -> dict[str, str]:
-        """The model and how it was pruned, the sparsity, and the perplexity before and after, each in one line."""
+        """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
         totals, how = self.totals, "pruned and " if self.is_recovery else "pruned by "
         how = "pruned; " if self.recovered_nothing else how
         bits = f", {totals.bits_of_pruned_layers:.3f} bits a weight" if totals.bits_of_pruned_layers is not None else ""
@@ -391,10 +385,6 @@ class Report(Summarized):
     def from_dict(cls, data: Any) -> Report:
         """Read a report from plain data, as `to_dict` gives it. Raises pydantic's ValidationError for any other."""
         return REPORT_TYPE.validate_python(data)
-
-    def to_json(self) -> str:
-        """The report as strict JSON."""
-        return strict_json(self.to_dict())
 
     def to_markdown(self) -> str:
         """The model card. It holds no times or dates, so that equal results give equal bytes."""
