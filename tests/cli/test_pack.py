@@ -117,7 +117,8 @@ def test_models_of_other_software_are_packed(tiny: dict[str, Path], tmp_path: Pa
     result = sparsellm.pack(folder, tmp_path / "packed", positive_zeros=True)
     assert result.skipped == ("model.gguf",)
     assert result.bits < kept.bits - 5
-    assert (tmp_path / "packed" / "README.md").read_text().startswith("---\nlicense: mit\n---\n<!-- packed -->\nThe zeros")
+    card = (tmp_path / "packed" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\n<!-- packed -->\nsparsellm packed this model and did not prune it.\n")
     assert sparsellm.verify(tmp_path / "packed").tensors == len(tensors)
     sparsellm.unpack(tmp_path / "packed", tmp_path / "back")
     back = tensors_of(tmp_path / "back")
@@ -138,6 +139,10 @@ def test_a_dense_model_is_refused(tiny: dict[str, Path], tmp_path: Path, command
     assert result.stderr.rstrip().endswith("pass --allow-dense.")
     assert not (tmp_path / "packed").exists()
     assert command("pack", tiny["opt"], tmp_path / "packed", "--allow-dense").exit_code == 0
+    pytest.importorskip("matplotlib")
+    page = sparsellm.report(tmp_path / "packed").read_text(encoding="utf-8")
+    assert " was not pruned by sparsellm. " in page
+    assert "magnitude" not in page
     sparsellm.unpack(tmp_path / "packed", tmp_path / "back")
     assert same_bits(tensors_of(tiny["opt"]), tensors_of(tmp_path / "back"))
 

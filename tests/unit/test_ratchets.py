@@ -23,10 +23,10 @@ LINES = {
     "formats": 2_596,
     "methods": 2_349,
     "models": 2_172,
-    "pipeline": 11_229,
+    "pipeline": 11_233,
     "runtime": 1_463,
     "solvers": 2_557,
-    "studies": 3_938,
+    "studies": 3_943,
     "texts": 2_408,
     "training": 1_628,
 }

@@ -30,7 +30,7 @@ _SPEED = re.compile(rf"(\nDecoding on [^\n]*, by `sparsellm bench`:\n\n(- .*\n)+
 """Where the paragraph's end is, after the speeds if there are some."""
 
 
-def packed_card(text: str, result: Packed) -> str:
+def packed_card(text: str, result: Packed, *, pruned: bool) -> str:
     """Return a model card with a paragraph on the packed form, in place of the one that says how zeros are stored."""
     head, _, rest = text.partition(ZEROS_STAY)
     mark = REPLACED_MARKS if rest or text.endswith(ZEROS_STAY) else BEGIN
@@ -43,8 +43,9 @@ def packed_card(text: str, result: Packed) -> str:
     lossless = "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit."
     if result.rounded:
         lossless = "The weights were rounded as they were packed: `sparsellm unpack` gives the rounded ones."
+    made = "" if pruned else "sparsellm packed this model and did not prune it.\n"
     paragraph = (
-        f"The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
+        f"{made}The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
         f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight\n"
         f"({result.description}). {lossless} To load the model, `import sparsellm.formats.transformers` first.\n"
     )

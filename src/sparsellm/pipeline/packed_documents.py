@@ -147,7 +147,6 @@ def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dic
         "calibration": "",
         "totals": totals | {"sparsity_of_model": zeros / max(count, 1)},
         "perplexity": {},
-        "notes": ["pruned by other software"],
         "seconds": {},
         "peak_memory_bytes": 0,
         "blocks": [],

@@ -192,7 +192,8 @@ def pack(
             quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
             write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             if (card := source.folder / CARD).is_file():
-                (work / CARD).write_text(packed_card(card.read_text(encoding="utf-8"), result), encoding="utf-8")
+                text = packed_card(card.read_text(encoding="utf-8"), result, pruned=bool(report.get("blocks")))
+                (work / CARD).write_text(text, encoding="utf-8")
             expected = {name: digests[name].to_dict() for name in digests.keys() - packing.changed()}
             difference = "differs from the model's after writing. Check memory and disk."
             finish(work, report | {"packing": result.to_dict()}, expected, difference=difference)

@@ -33,6 +33,9 @@ from sparsellm.texts.json_files import FORMAT, read_record
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+NOT_PRUNED = "not pruned by sparsellm"
+"""The state of a model that was packed or exported and that no run has pruned: its report has no blocks."""
+
 When = Literal["dense", "pruned"]
 WHEN: tuple[When, ...] = ("dense", "pruned")
 
@@ -146,7 +149,7 @@ class Report(Summarized):
 
     @property
     def result(self) -> str:
-        """What the run made of the dense model, in a word."""
+        """The state that the run leaves the model in, in a word."""
         return "recovered" if self.pruned else "pruned"
 
     @property
@@ -262,7 +265,7 @@ class Report(Summarized):
             for text in self.perplexity
         )
         return {
-            "model": f"{PurePath(self.recipe.model).name}, {how}{self.describe()}",
+            "model": f"{PurePath(self.recipe.model).name}, {how + self.describe() if self.blocks else NOT_PRUNED}",
             "sparsity": f"{100 * self.sparsity:.2f} % of the weights in {totals.pruned_layers} pruned layers, "
             f"{100 * totals.sparsity_of_model:.2f} % of the model{bits}",
             "perplexity": "; ".join(measured) or "not measured",

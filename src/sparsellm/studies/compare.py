@@ -15,7 +15,7 @@ from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.report import Report, When, load_report
+from sparsellm.pipeline.report import NOT_PRUNED, Report, When, load_report
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.studies.measures import Figure, capitalized, figure_of, measures, short_names
 from sparsellm.studies.ranking import Ranking, rank_figures
@@ -59,6 +59,8 @@ class ComparedRun:
         recipe = self.report.recipe
         if not isinstance(recipe, Recipe):
             return "nothing recovered" if self.report.recovered_nothing else "recovered"
+        if not self.report.blocks:
+            return NOT_PRUNED
         variant = "as published" if recipe.as_published else recipe.effort
         return recipe.method if recipe.method != "sparsellm" or variant == "standard" else f"sparsellm, {variant}"
 

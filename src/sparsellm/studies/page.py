@@ -20,7 +20,7 @@ from sparsellm.pipeline.path_names import PathNames, local_files
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import without_defaults
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.pipeline.report import Report, read_report
+from sparsellm.pipeline.report import NOT_PRUNED, Report, read_report
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.pipeline.zeros_before import counts
@@ -49,7 +49,7 @@ class Page:
         tables: Tables by their headings.
         legend: What stands under the tables.
         layers: A line for each pruned layer: name, pattern, sparsity and error.
-        command: The command that gives the same again.
+        command: The command that gives the same again; empty if there is none.
         inputs: Names of the local files that it reads.
         file: Name of the file that holds `settings`.
         environment: Versions and the machine.
@@ -160,7 +160,8 @@ def verdict(report: Report, verified: bool) -> str:
     """
     pattern = f"{report.n_m} sparsity, " if report.n_m else ""
     removed = f"zero, {_percent(report.sparsity_before)} before the run" if counts(report.totals) else "removed"
-    parts = [f"{pattern}{_percent(report.sparsity)} of the weights in the pruned layers {removed}"]
+    share = f"{pattern}{_percent(report.sparsity)} of the weights in the pruned layers {removed}"
+    parts = [share] if report.blocks else [NOT_PRUNED]
     figures = evaluations(report)
     before = evaluations(report.pruned) if report.pruned else {}
     for name in headlines(figures):
@@ -199,6 +200,8 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
     nothing = report.recovered_nothing
     if recovery:
         described = f". {capitalized(described)}" if nothing else f" and {described}"
+    state = "pruned, nothing recovered" if nothing else report.result if report.blocks else NOT_PRUNED
+    made = f"pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers"
     before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)
     measured = [
         [
@@ -212,9 +215,9 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
     bench = report.packing.bench if report.packing else None
     tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
     return Page(
-        title=f"{name}: {Path(recipe.model).name} {'pruned, nothing recovered' if nothing else report.result}",
+        title=f"{name}: {Path(recipe.model).name} {state}",
         verdict=[verdict(report, verified)],
-        lead=f"{recipe.model} was pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers. "
+        lead=f"{recipe.model} was {made if report.blocks else state}. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
         + (f" {report.packing.describe()}" if report.packing else ""),
         remarks=[f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
@@ -231,7 +234,7 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
             ]
             for x in report.layers
         ],
-        command=run_command(recipe, f"{name}-again"),
+        command=run_command(recipe, f"{name}-again") if report.blocks else "",
         inputs=_input_names(recipe),
         file="recipe.yaml",
         settings=recipe.to_yaml(),
