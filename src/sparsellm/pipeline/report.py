@@ -41,7 +41,7 @@ WHEN: tuple[When, ...] = ("dense", "pruned")
 
 Perplexities = dict[str, dict[When, Perplexity]]
 Accuracies = dict[str, dict[When, Accuracy]]
-"""What was measured before and after pruning, by text or task."""
+"""Measurements before and after pruning, by text or task."""
 
 
 def _read_recipe(value: Any) -> Recipe | RecoveryRecipe:
@@ -72,7 +72,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class PrunedReport:
-    """The entries of a pruned checkpoint's report that the report of its recovery repeats.
+    """The part of the pruned checkpoint's report that the report of a recovery repeats.
 
     Attributes:
         digest: Digest of that report.
@@ -149,12 +149,12 @@ class Report(Summarized):
 
     @property
     def result(self) -> str:
-        """The state that the run leaves the model in, in a word."""
+        """The word for the model after the run."""
         return "recovered" if self.pruned else "pruned"
 
     @property
     def start(self) -> str:
-        """What the model was before the run, in tables: dense, or with how many zeros."""
+        """The state of the model before the run, for tables: dense, or with how many zeros."""
         return describe_start(self.initial_sparsity, self.totals)
 
     @property
@@ -225,7 +225,7 @@ class Report(Summarized):
         return self.pruned.perplexity.get(text, {}).get("pruned") if self.pruned else None
 
     def in_order(self, text: str) -> list[Perplexity]:
-        """What was measured on a text: before pruning, after it, and, for a recovery, after that."""
+        """The perplexities on a text: before pruning, after it, and, for a recovery, after that."""
         pair = self.perplexity[text]
         return [x for x in (pair.get("dense"), self.before(text), pair.get("pruned")) if x is not None]
 
@@ -255,7 +255,7 @@ class Report(Summarized):
         return describe_pruning(self.recipe, self.totals)
 
     def summary(self) -> dict[str, str]:
-        """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
+        """The model and how it was pruned, the sparsity, and the perplexity before and after, each in one line."""
         totals, how = self.totals, "pruned and " if self.is_recovery else "pruned by "
         how = "pruned; " if self.recovered_nothing else how
         bits = f", {totals.bits_of_pruned_layers:.3f} bits a weight" if totals.bits_of_pruned_layers is not None else ""

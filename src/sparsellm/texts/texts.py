@@ -268,8 +268,8 @@ def _checked(name: str) -> Path:
             raise BadText(f"{path} {reason}. A text must be {TEXT_FILES}, or a folder that save_to_disk wrote.")
         return path
     except OSError as error:
-        reason = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror
-        raise BadText(f"{shown!r} cannot be read: {reason}. Give a path to {TEXT_FILES}, or the name of a text.") from error
+        why = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror
+        raise BadText(f"{shown!r} cannot be read: {why}. Give a path to {TEXT_FILES}, or the name of a text.") from error
 
 
 def _unusable(path: Path, suffix: str) -> str:
