@@ -96,7 +96,7 @@ def test_a_files_total(named: dict[str, int], share: int, tmp_path_factory: pyte
         (b'"attn.q": "\xff"', "60%", ("cannot be read",)),
         ("attn.q: [x", "60%", ("is not YAML",)),
         ("- attn.q", "60%", ("must hold `field: value` lines",)),
-        ("attn.q: {a: b}", "60%", ("must hold",)),
+        ("attn.q: {a: b}", "60%", ("attn.q", "{'a': 'b'}")),
         ("", "60%", ("must hold",)),
     ],
 )  # fmt: skip

@@ -263,15 +263,15 @@ def test_no_network(finished: Path, hub: Hub, command: Command, monkeypatch: pyt
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
-    refused(command("push", finished, "me/model"), "The hub cannot be reached")
+    refused(command("push", finished, "me/model"), "me/model failed")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(command("push", finished, "me/model"), "The hub cannot be reached", "ffline")
+    refused(command("push", finished, "me/model"), "me/model failed", "ffline")
 
 
 def test_an_upload_that_fails_on_the_way(own: Path, hub: Hub, command: Command) -> None:
     """One message, and the same push with --overwrite goes on."""
     hub.full = True
-    refused(command("push", own, "me/model"), "The hub rejected the upload", "413", "--overwrite")
+    refused(command("push", own, "me/model"), "me/model failed", "413", "--overwrite")
     hub.full = False
     assert command("push", own, "me/model", "--overwrite").exit_code == 0
     assert hub.repos["me/model"]["branches"]["main"].keys() > set(report_of(own)["files"])

@@ -32,7 +32,7 @@ def recovery(tmp_path: Path, **settings: Any) -> RecoveryRecipe:
 
 def report_of(recipe: Recipe | RecoveryRecipe, *refined: TrainingResult, recovered: TrainingResult | None = None) -> Report:
     """A report with these trainings of the blocks and of the whole model."""
-    blocks = [BlockResult(number, f"b.{number}", (), (), 0.0, refined=x) for number, x in enumerate(refined)]
+    blocks = [BlockResult(number, f"b.{number}", (), (), 0.0, refined=x) for number, x in enumerate(refined or [None])]
     return Report(recipe, blocks=blocks, recovered=recovered)
 
 
