@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sparsellm.activations.walk import walk as walk
     from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
+    from sparsellm.extensions.sharing.tracking import Tracked as Tracked
     from sparsellm.formats.transformers import load as load
     from sparsellm.methods import BlockMethod as BlockMethod
     from sparsellm.methods import BlockResult as BlockResult
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from sparsellm.pipeline.report import load_report as load_report
     from sparsellm.pipeline.saving import Result as Result
     from sparsellm.pipeline.sequential import prune_blocks as prune_blocks
-    from sparsellm.pipeline.tracking import Tracked as Tracked
     from sparsellm.pipeline.verification import verify as verify
     from sparsellm.solvers import LayerSolver as LayerSolver
     from sparsellm.solvers import Magnitude as Magnitude
@@ -98,7 +98,7 @@ _CONTENTS = {
     "SparseLLMError": "errors",
     "SparsityCallback": "training.fixed_masks",
     "TokenCount": "solvers.statistics",
-    "Tracked": "pipeline.tracking",
+    "Tracked": "extensions.sharing.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers",
     "bench": "studies.interface",

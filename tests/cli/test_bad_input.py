@@ -142,7 +142,7 @@ def test_trackers(tiny: dict[str, Path], tmp_path: Path, command: Command, monke
         refused(command(*words, "--report-to", "wandbb"), "--report-to", "'wandbb'", "'wandb'")
         refused(command(*words, "--report-to", "mlfow"), "'mlfow'", "'mlflow'")
         with monkeypatch.context() as patched:
-            patched.setattr("sparsellm.pipeline.tracking.get_available_trackers", list)
+            patched.setattr("sparsellm.extensions.sharing.tracking.get_available_trackers", list)
             refused(command(*words, "--report-to", "trackio"), "trackio is not installed", "pip install trackio")
     assert list(tmp_path.iterdir()) == [sweep]
 

@@ -16,10 +16,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from typer.testing import Result
 
 import sparsellm
+from sparsellm.extensions.sharing.tracking import Tracked
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.pipeline.events import Begun, Note
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.tracking import Tracked
 from sparsellm.solvers.patterns import Unstructured
 from tests.conftest import report_of
 
@@ -139,7 +139,7 @@ def test_each_cell_of_a_sweep_is_a_run(
             assert project == "sparsellm"
             made.append(self)
 
-    monkeypatch.setattr("sparsellm.pipeline.tracking.get_available_trackers", lambda: ["recorder"])
+    monkeypatch.setattr("sparsellm.extensions.sharing.tracking.get_available_trackers", lambda: ["recorder"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "recorder", Registered)
     file = tmp_path / "s.yaml"
     file.write_text(f"recipe: {{model: '{tiny['opt']}', method: magnitude}}\naxes: {{sparsity: [50%, 5:7, 2:4]}}\n")

@@ -24,7 +24,7 @@ ELSEWHERE = {
     "peft.py": "an adapter on a model that is in memory already",
     "runtime/devices.py": "the trial of a device",
     "texts/tokenized.py": "a template may ask for endless memory",
-    "pipeline/hub.py": "an upload",
+    "extensions/sharing/hub.py": "an upload",
     "cli/options.py": "usage",
     "checkpoints/files.py": "a circle of links",
     "texts/paths.py": "an unknown home folder",

@@ -6,16 +6,18 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.evaluate import demo, evaluate, inspect, push, verify
+from sparsellm.cli.console import print_note, report_errors
+from sparsellm.cli.evaluate import demo, evaluate, inspect, verify
 from sparsellm.cli.info import info
 from sparsellm.cli.pack import export, pack, unpack
 from sparsellm.cli.prune import plan, prune, recover
 from sparsellm.cli.sweep import bench, report, search, sweep
+from sparsellm.extension import PROBLEMS, named
 
 app = typer.Typer(
     name="sparsellm",
@@ -37,13 +39,33 @@ def root(
     Example: sparsellm info
     """
     context.obj = debug
+    for line in PROBLEMS:
+        print_note(line, context)
+
+
+Words = Annotated[list[str] | None, typer.Argument()]
+
+
+def refusing(error: Exception) -> Callable[..., None]:
+    """A command for a name that two packages bring; it ends with the error that says so."""
+
+    def refuse(context: typer.Context, words: Words = None) -> None:
+        with report_errors(context):
+            raise error
+
+    return refuse
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, plan, search, sweep, report, evaluate, inspect, verify)
-COMMANDS += (pack, unpack, export, bench, push, info, demo)
+COMMANDS += (pack, unpack, export, bench, info, demo)
 
 for command in COMMANDS:
     app.command(cls=options.Command)(command)
+for name, brought in named("commands", taken={command.__name__ for command in COMMANDS}).items():
+    if isinstance(brought, Exception):
+        app.command(name, help=str(brought), context_settings={"ignore_unknown_options": True})(refusing(brought))
+    else:
+        app.command(name, cls=options.Command)(brought)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`evaluate`, `inspect`, `verify`, `push` and `demo`: the commands that measure, check, publish and show."""
+"""`evaluate`, `inspect`, `verify` and `demo`: the commands that measure, check and show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from sparsellm.cli.console import (
     print_line,
     report_errors,
     show,
-    stderr,
     stdout,
     text_table,
 )
@@ -130,51 +129,6 @@ def verify(
         changed = f"; the run also changed {plural(result.changed, 'tensor')}" if result.changed else ""
         dense = f"; {result.compared()}" if against else ""
         print_line(stdout, f"{output}: {files}, {tensors} and {layers} match its report{changed}{dense}.")
-
-
-@options.recipe_options("trust_remote_code")
-def push(
-    context: typer.Context,
-    output: options.Finished,
-    repo: options.Repo,
-    *,
-    private: options.Private = False,
-    revision: options.Branch = None,
-    overwrite: options.Replace = False,
-    dry_run: options.DryRun = False,
-    as_json: options.JsonOption = False,
-    trust_remote_code: bool = False,
-) -> None:
-    """Verify a pruned model and push it to the Hugging Face hub. Log in with `hf auth login` or HF_TOKEN.
-
-    Example: sparsellm push opt-70 me/opt-70 --dry-run
-    """
-    with report_errors(context):
-        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
-
-        from sparsellm.pipeline.hub import push as push_output
-        from sparsellm.runtime.memory import human_bytes
-
-        if not stderr.is_terminal:
-            disable_progress_bars()
-        print_line(stderr, f"verifying {output}" + ("" if dry_run else f", then pushing it to {repo}"))
-        result = push_output(
-            output,
-            repo,
-            private=private,
-            revision=revision,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            trust_remote_code=trust_remote_code,
-        )
-        if as_json:
-            print_json(asdict(result))
-            return
-        size = f"{plural(len(result.files), 'file')} ({human_bytes(result.bytes)})"
-        if dry_run:
-            print_line(stdout, f"Would push {size} to {result.url}: {', '.join(result.files)}.")
-        else:
-            print_line(stdout, f"Pushed {size} to {result.url}.")
 
 
 def demo(

@@ -1,4 +1,4 @@
-"""`info`: what this machine has, what was measured and chosen on it, how to get what is missing, and the methods."""
+"""`info`: what this machine has, what was measured and chosen on it, what is missing, the methods and the extensions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout, text_table
 from sparsellm.errors import plural
+from sparsellm.extension import installed
 
 NO_KERNELS = (
     "not compiled, so packed models run slower than dense ones.\n"
@@ -34,7 +35,7 @@ EXTRAS = {
 
 
 def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
-    """Show this machine, the choices measured on it, and the methods.
+    """Show this machine, the choices measured on it, the methods and the extensions.
 
     Measures which computations are faster here, and how fast memory is read, since a dense model reads every weight for each
     token.
@@ -102,13 +103,24 @@ def _examine() -> dict[str, Any]:
             for device in accelerators
         ],
         "methods": METHODS,
+        "extensions": {
+            x.name: {"package": x.package, "version": x.version, "brings": x.brings, "error": x.error} for x in installed()
+        },
     }
 
 
 def _parts(found: dict[str, Any]) -> dict[str, list[list[str]]]:
     """The parts of the page by title, each with its lines."""
     methods = [[name, text] for name, text in found["methods"].items()]
-    return {"machine": _packages(found) + _machine(found), "measured choices": _choices(found), "methods": methods}
+    parts = {"machine": _packages(found) + _machine(found), "measured choices": _choices(found), "methods": methods}
+    return parts | {"extensions": [[name, _brought(entry)] for name, entry in found["extensions"].items()]}
+
+
+def _brought(entry: dict[str, Any]) -> str:
+    """The line of an extension: its package, unless that is sparsellm, and the names of what it brings."""
+    package = "" if entry["package"] == "sparsellm" else f"{entry['package']} {entry['version']}: "
+    brings = "; ".join(f"{door} {', '.join(names)}" for door, names in entry["brings"].items())
+    return f"{package}{entry['error'] or brings}"
 
 
 def _packages(found: dict[str, Any]) -> list[list[str]]:

@@ -187,10 +187,6 @@ Resume = Annotated[bool, _output("--resume", help="Continue an unfinished run, i
 Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start again.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 AlsoPack = Annotated[bool, _output("--pack", help="Also write OUT-packed, without the zeros; see pack.")]
-Track = Annotated[
-    list[str] | None,
-    _output("--report-to", metavar="NAME", help="Experiment tracker: wandb, tensorboard, trackio or mlflow."),
-]
 Measure = Annotated[bool, _output("--measure", help="Also measure the time, by pruning the first block; nothing is written.")]
 Layers = Annotated[bool, _output("--layers", help="Also list each layer with its pattern, or why it stays dense.")]
 QuietOption = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
@@ -244,12 +240,6 @@ MaxSize = Annotated[str | None, _target(metavar="SIZE", help="Size of the weight
 StepOption = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
 
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
-Repo = Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, as owner/name; may be new.")]
-Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]
-Branch = Annotated[str | None, typer.Option("--revision", help="Branch to push to; may be new.", show_default="main")]
-Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files in REPO.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and list the files, but push nothing; needs no login.")]
-
 ToPack = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
 PackedOut = Annotated[str, typer.Argument(metavar="PACKED", help="Folder to write; must not exist.")]
 PackedIn = Annotated[str, typer.Argument(metavar="PACKED", help="Folder that `pack` wrote, or its name on the hub.")]

@@ -22,6 +22,7 @@ from sparsellm.cli.console import (
     stderr,
     stdout,
 )
+from sparsellm.cli.run_options import Extras, extended
 from sparsellm.pipeline.recipe_fields import RecoveryFields
 from sparsellm.texts.paths import local_path
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 @options.recipe_options()
+@extended("prune")
 def prune(
     context: typer.Context,
     model: options.ModelOrConfig = None,
@@ -43,9 +45,9 @@ def prune(
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
     pack: options.AlsoPack = False,
-    report_to: options.Track = None,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
+    extras: Extras,
     **settings: Any,
 ) -> None:
     """Prune a model and write the pruned checkpoint.
@@ -69,10 +71,11 @@ def prune(
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "quiet": quiet, "as_json": as_json}
-        _write(context, recipes, output, is_main, report_to=report_to or [], pack=pack, **keywords)
+        _write(context, recipes, output, is_main, extras=extras, pack=pack, **keywords)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
+@extended("recover")
 def recover(
     context: typer.Context,
     pruned: options.Pruned,
@@ -82,9 +85,9 @@ def recover(
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
-    report_to: options.Track = None,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
+    extras: Extras,
     **settings: Any,
 ) -> None:
     """Train the weights of a pruned checkpoint, keeping its zeros.
@@ -98,7 +101,7 @@ def recover(
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "quiet": quiet, "as_json": as_json}
-        _write(context, [recipe], output, is_main, report_to=report_to or [], **keywords)
+        _write(context, [recipe], output, is_main, extras=extras, **keywords)
 
 
 def _write(
@@ -110,7 +113,7 @@ def _write(
     resume: bool,
     restart: bool,
     overwrite: bool,
-    report_to: list[str],
+    extras: Extras,
     quiet: bool,
     as_json: bool,
     pack: bool = False,
@@ -121,10 +124,8 @@ def _write(
 
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.pipeline.display import Display
-    from sparsellm.pipeline.events import combine_observers
     from sparsellm.pipeline.output_folder import is_finished
     from sparsellm.pipeline.packing import packed_outputs
-    from sparsellm.pipeline.tracking import Tracked
     from sparsellm.runtime import collectives
     from sparsellm.studies.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
 
@@ -143,8 +144,8 @@ def _write(
         return
     with (
         Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-        Tracked(*(report_to if is_main else ()), observer=display) as tracked,
-        locked_runs(output, folders, combine_observers(manage_memory, display, tracked)) as runs,
+        extras.observing(display, manage_memory, is_main=is_main) as observe,
+        locked_runs(output, folders, observe) as runs,
     ):
         report = run_each(folders, runs, finished=finished, **replace)
     if is_main:

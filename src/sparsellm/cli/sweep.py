@@ -25,10 +25,12 @@ from sparsellm.cli.console import (
     stdout,
     text_table,
 )
+from sparsellm.cli.run_options import Extras, extended
 from sparsellm.errors import plural
 
 
 @options.recipe_options("device")
+@extended("sweep")
 def sweep(
     context: typer.Context,
     file: options.SweepFile,
@@ -39,9 +41,9 @@ def sweep(
     changes: options.Changes = None,
     retry: options.Retry = False,
     list_cells: options.ListCells = False,
-    report_to: options.Track = None,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
+    extras: Extras,
     device: str | None = None,
 ) -> None:
     """Prune with every combination of settings in a file and compare.
@@ -53,8 +55,6 @@ def sweep(
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.pipeline.display import Display
-        from sparsellm.pipeline.events import combine_observers
-        from sparsellm.pipeline.tracking import Tracked
         from sparsellm.runtime import process_group
         from sparsellm.studies.sweep_file import read_sweep
         from sparsellm.studies.sweep_runner import read_outcomes, run_sweep
@@ -74,9 +74,8 @@ def sweep(
         rank, count = process_group.independent_process(os.environ)
         with (
             Display("off" if rank else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-            Tracked(*(report_to or ()), observer=display) as tracked,
+            extras.observing(display, manage_memory) as observe,
         ):
-            observe = combine_observers(manage_memory, display, tracked)
             outcomes = run_sweep(
                 cells,
                 folder,
@@ -110,6 +109,7 @@ def sweep(
 
 
 @options.recipe_options(without=("model", "sparsity", "bits"))
+@extended("search")
 def search(
     context: typer.Context,
     model: options.ModelOrConfig = None,
@@ -121,9 +121,9 @@ def search(
     step: options.StepOption = "1%",
     config: options.Config = None,
     overwrite: options.Overwrite = False,
-    report_to: options.Track = None,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
+    extras: Extras,
     **settings: Any,
 ) -> None:
     """Prune a model to the largest sparsity that meets a target.
@@ -146,8 +146,6 @@ def search(
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.result_text import print_search, print_summary
         from sparsellm.pipeline.display import Display
-        from sparsellm.pipeline.events import combine_observers
-        from sparsellm.pipeline.tracking import Tracked
         from sparsellm.studies.search import search_sparsity
         from sparsellm.studies.target import Target
 
@@ -155,9 +153,8 @@ def search(
         try:
             with (
                 Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-                Tracked(*(report_to or ()), observer=display) as tracked,
+                extras.observing(display, manage_memory) as observe,
             ):
-                observe = combine_observers(manage_memory, display, tracked)
                 result = search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observe)
         except TargetNotReached as error:
             if as_json:

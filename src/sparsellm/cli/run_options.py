@@ -1,0 +1,92 @@
+"""Options that extensions bring to the commands that run recipes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from sparsellm.errors import InvalidSetting, first_line
+from sparsellm.extension import PROBLEMS, installed
+
+if TYPE_CHECKING:
+    from sparsellm.pipeline.events import Observer
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Base class of options that take part in runs. A subclass is a frozen dataclass, of which each field is an option.
+
+    The annotation of a field is typer's, as `Annotated[bool, typer.Option("--pack", help="...")]`; each field has a default.
+    """
+
+    @contextmanager
+    def observing(self, display: Observer) -> Iterator[Observer | None]:
+        """Context of the runs of a command, in its main process.
+
+        Args:
+            display: Displays the notes that it receives.
+
+        Yields:
+            An observer of the runs, or None.
+        """
+        yield None
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The options of extensions that a command was given, by extension."""
+
+    given: tuple[RunOptions, ...] = ()
+
+    @contextmanager
+    def observing(self, display: Observer, *others: Observer, is_main: bool = True) -> Iterator[Observer]:
+        """Context of the runs; yields one observer of `others`, the display and, in the main process, the extensions."""
+        from sparsellm.pipeline.events import combine_observers
+
+        with ExitStack() as stack:
+            brought = [stack.enter_context(options.observing(display)) for options in self.given] if is_main else []
+            yield combine_observers(*others, display, *brought)
+
+
+def extended(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the options of extensions to the command of this name, which receives them as `extras`, an `Extras`."""
+
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for key, parameter in signature.parameters.items() if key != "extras"]
+        groups = dict(_groups(name, {parameter.name for parameter in own}))
+
+        @functools.wraps(command)
+        def with_extras(*arguments: Any, **values: Any) -> None:
+            given = (kind(**{key: values.pop(key) for key in keys}) for kind, keys in groups.items())
+            command(*arguments, extras=Extras(tuple(given)), **values)
+
+        added = [parameter for options in groups.values() for parameter in options.values()]
+        last = [parameter for parameter in own if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+        parameters = [*(parameter for parameter in own if parameter not in last), *added, *last]
+        with_extras.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_extras.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_extras
+
+    return extend
+
+
+def _groups(command: str, taken: set[str]) -> Iterator[tuple[type[RunOptions], dict[str, inspect.Parameter]]]:
+    """The classes of options that extensions bring to a command, each with its options as parameters, by name."""
+    for extension in installed():
+        for value in extension.extension.options.get(command, ()):
+            try:
+                kind = extension.load(value)
+                types, defaults = get_type_hints(kind, include_extras=True), vars(kind())
+                if both := taken & defaults.keys():
+                    raise InvalidSetting(f"{min(both)!r} is an option already")
+            except Exception as error:  # code of others
+                PROBLEMS.append(f"the options {value} of the package {extension.package} are left out: {first_line(error)}")
+                continue
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            taken |= defaults.keys()
+            yield kind, {key: inspect.Parameter(key, keyword, default=x, annotation=types[key]) for key, x in defaults.items()}

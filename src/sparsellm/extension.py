@@ -1,0 +1,121 @@
+"""Extensions: packages that bring commands, options and more, and how they are found.
+
+An extension is an object of `Extension`. The metadata of its package name it, in pyproject.toml:
+
+    [project.entry-points."sparsellm.extensions"]
+    ria = "my_pruner:EXTENSION"
+
+sparsellm's own extensions, in `sparsellm.extensions`, are found in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from sparsellm.errors import InvalidSetting, first_line
+
+ENTRY_POINTS = "sparsellm.extensions"
+"""The group of the entry points that name extensions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """Names of what a package brings.
+
+    Values are import strings, "module:name", so that finding an extension imports no more than the module that holds this
+    object. The modules of commands and options are imported for every command line and should import little.
+
+    Attributes:
+        commands: By its name on the command line, a function that `typer` makes a command of.
+        options: By the name of a command that runs recipes, classes of further options: subclasses of
+            `sparsellm.cli.run_options.RunOptions`.
+    """
+
+    commands: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An extension of an installed package.
+
+    Attributes:
+        name: Name of its entry point.
+        package: Name of its package.
+        version: Version of its package.
+        extension: The object; without contents if it cannot be loaded.
+        error: Why it cannot be loaded, or an empty string.
+    """
+
+    name: str
+    package: str
+    version: str
+    extension: Extension = field(default_factory=Extension)
+    error: str = ""
+
+    @property
+    def brings(self) -> dict[str, list[str]]:
+        """By attribute of `Extension`, the names of what it brings."""
+        return {door: list(names) for door, names in vars(self.extension).items() if names}
+
+    def load(self, value: str) -> Any:
+        """Import what an import string of the extension names. Raises InvalidSetting, which names the package."""
+        module, _, name = value.partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except Exception as error:  # code of others
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise InvalidSetting(f"{value} of the package {self.package} cannot be imported ({reason}).") from error
+
+
+PROBLEMS: list[str] = []
+"""A line on each extension, or part of one, that cannot be used. Commands that do not need it run all the same."""
+
+
+@cache
+def installed() -> tuple[Installed, ...]:
+    """The extensions of all installed packages, by name."""
+    return tuple(
+        _loaded(point) for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: (point.name, point.value))
+    )
+
+
+def named(door: str, taken: Collection[str] = ()) -> dict[str, Any]:
+    """What extensions bring by a door, imported, by name; an InvalidSetting to raise in place of what two packages bring.
+
+    What cannot be imported, or has a name that is `taken` by sparsellm itself, is left out with a line in `PROBLEMS`.
+    """
+    found: dict[str, Any] = {}
+    owners: dict[str, str] = {}
+    for extension in installed():
+        for name, value in getattr(extension.extension, door).items():
+            if name in taken:
+                PROBLEMS.append(f"{name!r} ({door}) of the package {extension.package} is not used: sparsellm has one")
+            elif name in owners:
+                packages = f"{owners[name]} and {extension.package}"
+                found[name] = InvalidSetting(f"The packages {packages} both bring {name!r} ({door}). Uninstall one of them.")
+            else:
+                owners[name] = extension.package
+                try:
+                    found[name] = extension.load(value)
+                except InvalidSetting as error:
+                    PROBLEMS.append(str(error).removesuffix("."))
+    return found
+
+
+def _loaded(point: EntryPoint) -> Installed:
+    """The extension that an entry point names."""
+    package, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
+    try:
+        extension = point.load()
+        if not isinstance(extension, Extension):
+            raise TypeError(f"{point.value} is no sparsellm.Extension but {type(extension).__name__}")
+    except Exception as error:  # code of others
+        PROBLEMS.append(f"the extension {point.name} of the package {package} cannot be loaded: {first_line(error)}")
+        return Installed(point.name, package, version, error=first_line(error))
+    return Installed(point.name, package, version, extension)

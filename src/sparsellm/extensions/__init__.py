@@ -1,0 +1,1 @@
+"""Extensions of sparsellm, each a folder that its entry point in pyproject.toml names. The core imports none of them."""
