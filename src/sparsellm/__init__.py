@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sparsellm.activations.walk import walk as walk
     from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
+    from sparsellm.extensions.planning.interface import plan as plan
     from sparsellm.extensions.sharing.tracking import Tracked as Tracked
     from sparsellm.formats.transformers import load as load
     from sparsellm.methods import BlockMethod as BlockMethod
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from sparsellm.pipeline.evaluate import evaluate as evaluate
     from sparsellm.pipeline.evaluate import perplexity as perplexity
     from sparsellm.pipeline.inspection import inspect as inspect
-    from sparsellm.pipeline.interface import plan as plan
     from sparsellm.pipeline.interface import prune as prune
     from sparsellm.pipeline.interface import recover as recover
     from sparsellm.pipeline.packing import pack as pack
@@ -113,7 +113,7 @@ _CONTENTS = {
     "pack": "pipeline.packing",
     "parse_pattern": "solvers.patterns",
     "perplexity": "pipeline.evaluate",
-    "plan": "pipeline.interface",
+    "plan": "extensions.planning.interface",
     "problem_of": "methods.layerwise",
     "prune": "pipeline.interface",
     "prune_blocks": "pipeline.sequential",

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import sparsellm
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.planning import measured_plan as plan_command
+from sparsellm.extensions.planning.measured_plan import plan_pruning
+from sparsellm.extensions.planning.run_plan import MeasuredTime, RunPlan
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.pipeline import plan_command
-from sparsellm.pipeline.estimates import MeasuredTime, RunPlan
 from sparsellm.pipeline.events import GENERATING, TRAINING, WRITING, Advanced, Measured, Note, Stage
-from sparsellm.pipeline.plan_command import plan_pruning
 from sparsellm.pipeline.recipe_file import read_recipe
 from tests.cli.test_bad_input import refused
 

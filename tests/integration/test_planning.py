@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 from sparsellm import prune
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.planning.measured_plan import plan_pruning
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline.events import LOADING, Note, Stage
-from sparsellm.pipeline.plan_command import plan_pruning
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.recipe_methods import SOLVERS

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparsellm import prune
+from sparsellm.extensions.planning.measured_plan import plan_recovery
+from sparsellm.extensions.planning.run_plan import RunPlan
 from sparsellm.pipeline import journal, stages
 from sparsellm.pipeline.block_recovery import read_recovery
-from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import Stage
-from sparsellm.pipeline.plan_command import plan_recovery
 from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.work_directory import work_directory
 from tests.cli.test_bad_input import refused

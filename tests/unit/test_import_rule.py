@@ -274,6 +274,7 @@ def test_a_public_name_is_unique_in_the_package() -> None:
                 continue
             for name in names:
                 places.setdefault(name, set()).add(str(file))
+    del places["EXTENSION"]  # one in each extension
     assert {name: found for name, found in places.items() if len(found) > 1 and not name.startswith("_")} == {}
 
 

@@ -65,7 +65,7 @@ def test_every_kind_is_known(error: Exception) -> None:
     ("name", "words", "where"),
     [
         ("prune", ("prune", "demo:opt", "OUT/new", "--method", "magnitude"), "sparsellm.studies.several.run_each"),
-        ("plan", ("plan", "demo:opt", "--method", "magnitude"), "sparsellm.pipeline.plan_command.plan_pruning"),
+        ("plan", ("plan", "demo:opt", "--method", "magnitude"), "sparsellm.extensions.planning.measured_plan.plan_pruning"),
         ("verify", ("verify", "OUT"), "sparsellm.pipeline.verification.verify"),
         ("pack", ("pack", "demo:opt", "OUT/new"), "sparsellm.pipeline.packing.pack"),
         ("report", ("report", "OUT"), "sparsellm.studies.interface.report"),

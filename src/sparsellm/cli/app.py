@@ -15,7 +15,7 @@ from sparsellm.cli.console import print_note, report_errors
 from sparsellm.cli.evaluate import demo, evaluate, inspect, verify
 from sparsellm.cli.info import info
 from sparsellm.cli.pack import export, pack, unpack
-from sparsellm.cli.prune import plan, prune, recover
+from sparsellm.cli.prune import prune, recover
 from sparsellm.cli.sweep import bench, report, search, sweep
 from sparsellm.extension import PROBLEMS, named
 
@@ -56,7 +56,7 @@ def refusing(error: Exception) -> Callable[..., None]:
     return refuse
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, plan, search, sweep, report, evaluate, inspect, verify)
+COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, search, sweep, report, evaluate, inspect, verify)
 COMMANDS += (pack, unpack, export, bench, info, demo)
 
 for command in COMMANDS:

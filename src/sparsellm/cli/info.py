@@ -35,7 +35,7 @@ EXTRAS = {
 
 
 def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
-    """Show this machine, the choices measured on it, the methods and the extensions.
+    """Show this machine, its measured choices, methods and extensions.
 
     Measures which computations are faster here, and how fast memory is read, since a dense model reads every weight for each
     token.

@@ -187,12 +187,8 @@ Resume = Annotated[bool, _output("--resume", help="Continue an unfinished run, i
 Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start again.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 AlsoPack = Annotated[bool, _output("--pack", help="Also write OUT-packed, without the zeros; see pack.")]
-Measure = Annotated[bool, _output("--measure", help="Also measure the time, by pruning the first block; nothing is written.")]
-Layers = Annotated[bool, _output("--layers", help="Also list each layer with its pattern, or why it stays dense.")]
 QuietOption = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
 JsonOption = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
-_RECOVERED = "Plan the recovery of this folder toward MODEL, with the options of `recover`."
-PlannedRecovery = Annotated[str | None, typer.Option("--recover", metavar="PRUNED", help=_RECOVERED)]
 ComparedWith = Annotated[str | None, typer.Option("--against", metavar="DENSE", help="Model to measure the difference from.")]
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]
 _DENSE = "Check that all tensors that were not pruned equal this model's."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,11 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
-    collection_paused,
     displayed,
     in_options,
     in_process_group,
     print_json,
     print_line,
-    print_note,
     stderr,
     stdout,
 )
@@ -180,56 +177,3 @@ def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> 
         print_json(report.to_dict() | {"output": next(iter(written.values()))})
     else:
         print_summary(stdout, report, next(iter(written.values())))
-
-
-@options.recipe_options(without=("model", "pruned"), others=RecoveryFields)
-def plan(
-    context: typer.Context,
-    model: options.ModelOrConfig = None,
-    output: options.Out = None,
-    *,
-    recovered: options.PlannedRecovery = None,
-    config: options.Config = None,
-    measure: options.Measure = False,
-    layers: options.Layers = False,
-    as_json: options.JsonOption = False,
-    **settings: Any,
-) -> None:
-    """Estimate memory and disk of a `prune` or `recover` command.
-
-    Reads no weights, unless the time of `prune` is measured.
-
-    Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
-    """
-    with in_process_group(context) as is_main, nullcontext() if measure else collection_paused():
-        if recovered is not None and (config is not None or measure):
-            raise typer.BadParameter("--config and --measure are for pruning runs: leave them out with --recover")
-        if recovered and model is None:
-            raise typer.BadParameter("name the dense model: sparsellm plan MODEL --recover PRUNED")
-        if model is not None:
-            settings["model"] = model
-
-        from sparsellm.cli.allocator import manage_memory
-        from sparsellm.cli.result_text import print_plan
-        from sparsellm.errors import TooLarge
-        from sparsellm.pipeline.block_recovery import read_recovery
-        from sparsellm.pipeline.display import Display
-        from sparsellm.pipeline.events import combine_observers
-        from sparsellm.pipeline.plan_command import plan_pruning, plan_recovery
-        from sparsellm.pipeline.recipe_file import read_recipe
-
-        display = Display("auto" if measure and is_main else "off", partial(in_options, context=context))
-        with display, nullcontext() if measure else stderr.status("planning"):
-            if recovered:
-                run_plan = plan_recovery(read_recovery({**settings, "pruned": recovered}), output)
-            else:
-                observe = combine_observers(manage_memory, display) if measure else None
-                run_plan = plan_pruning(read_recipe(settings, config), output, measure=measure, observe=observe)
-        for note in run_plan.notes:
-            print_note(note, context)
-        if as_json and is_main:
-            print_json(run_plan.to_dict())
-        elif is_main:
-            print_plan(stdout, run_plan, layers=layers)
-        if run_plan.refusal:
-            raise TooLarge(run_plan.refusal)

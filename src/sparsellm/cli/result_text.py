@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TypeVar
@@ -13,9 +12,7 @@ from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
 from sparsellm.pipeline.display import percent, with_standard_error
-from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
-from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.report import Report, When
 from sparsellm.pipeline.results import Point
 from sparsellm.pipeline.training_outcome import describe_losses
@@ -189,59 +186,3 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         print_line(console, "")
     for note in comparison.notes:
         print_line(console, note)
-
-
-def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None:
-    """Print the estimates of a planned run, before them each layer if `layers` is set."""
-    if layers:
-        each = [
-            [x.name, f"{x.shape[0]} x {x.shape[1]}", _pattern_range([str(x.pattern)]) if x.pattern else f"dense: {x.reason}"]
-            for x in plan.each_layer
-        ]
-        show(console, text_table(["layer", "shape", "pattern"], each))
-        if (rule := plan.recipe.allocation_rule) == RULES[-1]:
-            print_line(console, "Each layer's sparsity and the bits of its values are chosen once its errors are measured.")
-        elif rule in RULES[1:]:
-            print_line(console, f"The allocation rule {rule} changes each layer's sparsity and keeps that of all together.")
-    placement, peak = plan.placement, plan.peak
-    print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
-    count = plural(sum(plan.layers.values()), "layer")
-    print_line(console, f"{plural(plan.blocks, 'block')}, {count} to {plan.recipe.command}: {_layers(plan)}.")
-    if plan.coverage and (coverage := plan.coverage.describe()):
-        print_line(console, coverage)
-    print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
-    if plan.samples:
-        print_line(console, f"{plural(plan.samples, 'sequence')} of {plan.length:,} tokens, {plan.batch} per batch.")
-    rows = [[x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files)] for x in plan.stages]
-    show(console, text_table(["stage", f"memory ({plan.device})", "files"], rows))
-    print_line(
-        console,
-        f"Peak memory on {plan.device}: {human_bytes(peak.data_bytes)} of {human_bytes(placement.memory)}, while {peak.stage}. "
-        f"The whole process, with Python and its libraries: {human_bytes(peak.resident_bytes)}.",
-    )
-    print_line(console, f"Disk space: {human_bytes(peak.disk_bytes)} of {human_bytes(plan.disk_free_bytes)} free.")
-    if plan.time:
-        print_line(console, f"Time: {plan.time.describe()}.")
-    if plan.most_samples is not None:
-        print_line(console, f"Memory and disk suffice for up to --samples {plan.most_samples:,}.")
-
-
-def _layers(plan: RunPlan) -> str:
-    """The number of layers of each shape, and their pattern or the range of their sparsities."""
-    groups: dict[tuple[str, tuple[int, int]], Counter[str]] = defaultdict(Counter)
-    for (pattern, shape), count in plan.layers.items():
-        groups["%" if pattern.endswith("%") else pattern, shape][pattern] += count
-    chosen = plan.recipe.allocation_rule != RULES[-1]  # that rule chooses the patterns once it has measured the layers
-    return ", ".join(
-        f"{found.total()} of {out} x {into}" + (f" at {_pattern_range(list(found))}" if chosen else "")
-        for (_, (out, into)), found in groups.items()
-    )
-
-
-def _pattern_range(patterns: Sequence[str]) -> str:
-    """A pattern, or the range of several fractions."""
-    if len(patterns) == 1:
-        (pattern,) = patterns
-        return f"{float(pattern[:-1]):.5g}%" if pattern.endswith("%") else pattern
-    percentages = [float(pattern[:-1]) for pattern in patterns]
-    return f"{min(percentages):.1f} to {max(percentages):.1f}%"

@@ -1,4 +1,4 @@
-"""`prune`, `recover` and `plan` in Python: the fields of a recipe as keywords, and models and texts in memory."""
+"""`prune` and `recover` in Python: the fields of a recipe as keywords, and models and texts in memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
 from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.estimates import RunPlan
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
 from sparsellm.pipeline.keyword_types import PruneKeywords, RecoveryKeywords
 from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.loading import named_model
 from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields
-from sparsellm.pipeline.plan_command import plan_pruning
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
-from sparsellm.pipeline.recipe_file import read_recipe, read_recipes, split_sparsity
+from sparsellm.pipeline.recipe_file import read_recipes, split_sparsity
 from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result
@@ -91,7 +89,7 @@ def prune(
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     fields, source = named_model(model, tokenizer)
-    texts, given = _texts(calibration, settings)
+    texts, given = texts_in_memory(calibration, settings)
     kind, chosen = method_fields(method)
     recipes = read_recipes({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
     several = bool(split_sparsity(sparsity))
@@ -108,47 +106,6 @@ def prune(
             observer(NextRun(number, len(recipes), recipe.size_label, alike=True))
             results.append(runs.run(recipe, given=given))
         return results
-
-
-@recipe_keywords(PruneKeywords)
-def plan(
-    model: str | Path | PreTrainedModel,
-    method: MethodName | LayerSolver | BlockMethod = "sparsellm",
-    sparsity: str | float | Pattern | None = None,
-    *,
-    calibration: str | Path | CalibrationData | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    output: str | Path | None = None,
-    measure: bool = False,
-    **settings: Unpack[PruneKeywords],
-) -> RunPlan:
-    """Estimate memory and disk space of `prune` with the same arguments, without reading any weights unless time is measured.
-
-    Args:
-        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, whose memory counts as taken by the run.
-        method: As for `prune`.
-        sparsity: As for `prune`.
-        calibration: As for `prune`.
-        tokenizer: As for `prune`.
-        output: Folder that the result would be saved to, for the free space of its disk. Default: the current folder. Nothing
-            is written to it.
-        measure: Whether to measure the time too: all that comes before the blocks is done, and the first block is pruned, with
-            its files in a temporary folder beside `output`, or among the system's temporary files. `time` of the plan has
-            that block's seconds, times the number of blocks. Not for a model in memory.
-        **settings: Any other field of `Recipe`.
-
-    Returns:
-        The estimates. `fits` says whether memory and disk suffice, and `refusal` why the run would not begin: a model in memory
-        is pruned in any case.
-
-    Raises:
-        SparseLLMError: As `prune`.
-    """
-    fields, source = named_model(model, tokenizer)
-    texts, given = _texts(calibration, settings)
-    kind, chosen = method_fields(method)
-    recipe = read_recipe({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
-    return plan_pruning(recipe, output, given=given, source=source, measure=measure)
 
 
 @recipe_keywords(RecoveryKeywords, RecoveryFields)
@@ -188,14 +145,14 @@ def recover(
     """
     folder_path(pruned)  # refuses anything but a path
     fields, source = named_model(against, tokenizer)
-    texts, given = _texts(calibration, settings)
+    texts, given = texts_in_memory(calibration, settings)
     own = {"pruned": str(pruned), "scope": scope, "steps": steps, **texts}
     recipe = read_recovery({**fields, **settings, **own})
     with Display("auto" if progress else "off") as display:
         return recover_run(recipe, combine_observers(display, observe), given=given, source=source)
 
 
-def _texts(calibration: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Given]:
+def texts_in_memory(calibration: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Given]:
     """The recipe's `calibration` and `evaluate`, and the data that replace them, if they are given in memory."""
     text, data = given_text(calibration)
     fields: dict[str, Any] = {"calibration": text}

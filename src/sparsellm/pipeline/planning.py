@@ -15,7 +15,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.methods import Memory
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.estimates import PeakEstimate, RunPlan, StageEstimate, check_disk, free_disk
+from sparsellm.pipeline.estimates import Estimate, PeakEstimate, StageEstimate, check_disk, free_disk
 from sparsellm.pipeline.events import Note, Observer
 from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, Placement, choose_placement
 from sparsellm.pipeline.preparation import Prepared, PreparedPruning, PreparedRecovery
@@ -29,7 +29,7 @@ StageMemory = Callable[[Any, Placement, int], Iterator[tuple[str, Memory]]]
 """The memory of each stage of a prepared run, by placement and number of sequences per batch: see `stage_memory`."""
 
 
-def estimate(ready: Prepared, needed: StageMemory, placement: Placement, *, batch: int, output: Path | None = None) -> RunPlan:
+def estimate(ready: Prepared, needed: StageMemory, placement: Placement, *, batch: int, output: Path | None = None) -> Estimate:
     """Estimate the memory and disk space that a run takes."""
     by_stage, device = dict(needed(ready, placement, batch)), ready.device.type
     stages = [_estimate_stage(name, taken, device=device, placement=placement) for name, taken in by_stage.items()]
@@ -47,7 +47,7 @@ def estimate(ready: Prepared, needed: StageMemory, placement: Placement, *, batc
     planned = blocks_and_head(ready.skeleton, ready.plan)
     layers = [(block.full_name(name), layer) for block in planned for name, layer in block.layers.items()]
     shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers}
-    return RunPlan(
+    return Estimate(
         recipe=ready.recipe,
         blocks=len(ready.blocks),
         layers=Counter((str(ready.plan[name]), shape) for name, shape in shapes.items() if name in ready.plan),
@@ -132,7 +132,7 @@ def _estimate_stage(name: str, taken: Memory, *, device: str, placement: Placeme
     return StageEstimate(name, memory, files)
 
 
-def _streamed(plan: RunPlan, ready: Prepared, files: bool) -> Placement:
+def _streamed(plan: Estimate, ready: Prepared, files: bool) -> Placement:
     """The placement of a run that does not fit although its model does: block by block, if possible."""
     try:
         placement = choose_placement(plan.recipe.model_copy(update={"offload": True}), ready, files=files)
@@ -143,7 +143,7 @@ def _streamed(plan: RunPlan, ready: Prepared, files: bool) -> Placement:
     return replace(placement, note=note) if placement.streamed else plan.placement
 
 
-def _refusal(plan: RunPlan, ready: PreparedPruning) -> str:
+def _refusal(plan: Estimate, ready: PreparedPruning) -> str:
     """Why a run is refused, and the first change of its settings with which it would fit."""
     recipe, placement, data = ready.recipe, plan.placement, plan.peak.data_bytes
     fewer = ", with one window at a time" if plan.batch < ready.batch else ""

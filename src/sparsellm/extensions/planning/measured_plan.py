@@ -14,9 +14,9 @@ import torch
 
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import InvalidSetting, TooLarge
+from sparsellm.extensions.planning.run_plan import MeasuredTime, RunPlan
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline.block_recovery import recovery_plan
-from sparsellm.pipeline.estimates import MeasuredTime, RunPlan
 from sparsellm.pipeline.events import ANSWERING, TRAINING, WRITING, Advanced, Event, Measured, Note, Observer, Stage
 from sparsellm.pipeline.input_digests import check_inputs
 from sparsellm.pipeline.loading import choose_placement, open_model
@@ -129,9 +129,10 @@ def _plan(
     except TooLarge as error:
         refusal = str(error)
     release_free_memory()  # what tokenizing took
-    plan = estimate(ready, needed, placement, batch=batch, output=folder)
-    plan = replace(plan, coverage=report.coverage, each_layer=layers, notes=tuple(notes))
-    return replace(plan, fits=plan.fits and not refusal, refusal=refusal)
+    estimates = vars(estimate(ready, needed, placement, batch=batch, output=folder))
+    fits = estimates["fits"] and not refusal
+    coverage, noted = report.coverage, tuple(notes)
+    return RunPlan(**estimates | {"fits": fits}, refusal=refusal, coverage=coverage, each_layer=layers, notes=noted)
 
 
 @torch.inference_mode(False)  # as `prune_run`
