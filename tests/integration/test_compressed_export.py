@@ -133,7 +133,7 @@ def test_refusals(rounded: tuple[Path, dict[str, Quantized]], tmp_path: Path) ->
     save_file(tensors, changed / "model.safetensors", {"format": "pt"})
     for name, values, error, message in (
         (folder, "int4", InvalidSetting, "already"),
-        (tmp_path / "plain", None, InvalidSetting, "Pass `values`"),
+        (tmp_path / "plain", None, InvalidSetting, "`values`"),
         (tmp_path / "plain", "int3", InvalidSetting, "int4 or int8"),
         (tmp_path / "packed", "int4", UnsupportedModel, "is packed"),
         (tmp_path / "transposed", "int4", UnsupportedModel, "GPT-2"),

@@ -368,5 +368,5 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, tiny: dict[str, Path])
 
 def test_nothing_to_measure_on_is_wrong_usage(tiny: dict[str, Path], command: Command) -> None:
     done = command("evaluate", tiny["opt"])
-    assert done.exit_code == 2
-    assert "--text or --task" in done.stderr
+    assert done.exit_code == 1
+    assert "name a --text or a --task" in done.stderr
