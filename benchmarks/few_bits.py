@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from measuring import MEASURED, markdown_table, read_figures
 from quality import svg_of
 
-from sparsellm.studies.figures import COLORS, INK, new_figure, style
+from sparsellm.extensions.studies.figures import COLORS, INK, new_figure, style
 
 FILE = MEASURED / "bits.json"
 MODELS = ("demo-opt", "demo-llama", "wt2-opt", "wt2-llama")

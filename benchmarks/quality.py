@@ -9,8 +9,8 @@ from excess import PATTERNS, by_seed, of_models, ratio, summary
 from matplotlib.figure import Figure
 from measuring import markdown_table
 
+from sparsellm.extensions.studies.figures import COLORS, FAINT, INK, Plot, new_figure, style
 from sparsellm.pipeline.display import with_standard_error
-from sparsellm.studies.figures import COLORS, FAINT, INK, Plot, new_figure, style
 
 ROWS: dict[str, tuple[str, ...]] = {
     "SparseGPT": ("SparseGPT",),

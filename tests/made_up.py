@@ -14,6 +14,8 @@ import yaml
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.extensions.studies.sweep_file import read_sweep
+from sparsellm.extensions.studies.sweep_runner import CellFolder
 from sparsellm.methods import BlockResult, CurvePoint, EpochResult, LayerResult, TrainingResult
 from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.output_folder import REPORT, SWEEP
@@ -24,8 +26,6 @@ from sparsellm.pipeline.report import Digests, PrunedReport, Report
 from sparsellm.pipeline.results import Point, SearchResult
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.studies.sweep_file import read_sweep
-from sparsellm.studies.sweep_runner import CellFolder
 from sparsellm.texts.json_files import FORMAT, strict_json
 
 TEXT = "words & <b>.txt"

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from sparsellm.errors import SparseLLMError as SparseLLMError
     from sparsellm.extensions.planning.interface import plan as plan
     from sparsellm.extensions.sharing.tracking import Tracked as Tracked
+    from sparsellm.extensions.studies.interface import bench as bench
+    from sparsellm.extensions.studies.interface import report as report
+    from sparsellm.extensions.studies.interface import search as search
+    from sparsellm.extensions.studies.interface import sweep as sweep
     from sparsellm.formats.transformers import load as load
     from sparsellm.methods import BlockMethod as BlockMethod
     from sparsellm.methods import BlockResult as BlockResult
@@ -62,10 +66,6 @@ if TYPE_CHECKING:
     from sparsellm.solvers.statistics import Gram as Gram
     from sparsellm.solvers.statistics import InputRMS as InputRMS
     from sparsellm.solvers.statistics import TokenCount as TokenCount
-    from sparsellm.studies.interface import bench as bench
-    from sparsellm.studies.interface import report as report
-    from sparsellm.studies.interface import search as search
-    from sparsellm.studies.interface import sweep as sweep
     from sparsellm.training.fixed_masks import SparsityCallback as SparsityCallback
     from sparsellm.training.fixed_masks import fixed_masks as fixed_masks
 
@@ -101,7 +101,7 @@ _CONTENTS = {
     "Tracked": "extensions.sharing.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers",
-    "bench": "studies.interface",
+    "bench": "extensions.studies.interface",
     "blocks_of": "models.blocks",
     "collect_statistics": "methods.layerwise",
     "evaluate": "pipeline.evaluate",
@@ -119,9 +119,9 @@ _CONTENTS = {
     "prune_blocks": "pipeline.sequential",
     "prune_layer": "methods.layerwise",
     "recover": "pipeline.interface",
-    "report": "studies.interface",
-    "search": "studies.interface",
-    "sweep": "studies.interface",
+    "report": "extensions.studies.interface",
+    "search": "extensions.studies.interface",
+    "sweep": "extensions.studies.interface",
     "uniform_plan": "pipeline.plan",
     "unpack": "pipeline.packing",
     "verify": "pipeline.verification",

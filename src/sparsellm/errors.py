@@ -153,6 +153,11 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".")
 
 
+def capitalized(text: str) -> str:
+    """The text with a capital letter at its start."""
+    return text[:1].upper() + text[1:]
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun, as "1 layer" or "1,024 layers"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -14,13 +14,13 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.studies.speed_plots import SPEED_COLUMNS
 from sparsellm.formats import kernels, memory_reads
 from sparsellm.formats import transformers as packed_transformers
 from sparsellm.pipeline import speed
 from sparsellm.pipeline.decoding_speed import CEILING, KERNEL, PACKED, TORCH, Speed
 from sparsellm.pipeline.packed_card import record_speed
 from sparsellm.pipeline.speed_record import Bench
-from sparsellm.studies.speed_plots import SPEED_COLUMNS
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]

@@ -22,11 +22,11 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import Difference
+from sparsellm.extensions.studies.compare import Comparison, read_comparison
+from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
+from sparsellm.extensions.studies.sweep_tables import write_tables
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.saving import Result as PrunedModel
-from sparsellm.studies.compare import Comparison, read_comparison
-from sparsellm.studies.sweep_runner import read_outcomes, saved_sweep
-from sparsellm.studies.sweep_tables import write_tables
 from tests import made_up
 
 Command = Callable[..., Result]

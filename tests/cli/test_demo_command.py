@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from sparsellm.extensions.studies.demonstration import DemoRow
 from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.recipe_fields import METHODS
 from sparsellm.pipeline.speed_record import Bench
-from sparsellm.studies.demonstration import DemoRow
 from sparsellm.texts.samples import test_windows
 from tests.conftest import report_of
 
@@ -29,8 +29,10 @@ def test_demo_compares_and_writes(
     """The Llama form (README's commands run the other): every method, 80 % zeros each; one model written."""
     if not bundled:
         monkeypatch.setattr("sparsellm.texts.demo.model_path", small_models.__getitem__)
-    monkeypatch.setattr("sparsellm.studies.demonstration.SAMPLES", 4 if bundled else 1)
-    monkeypatch.setattr("sparsellm.studies.demonstration.test_windows", partial(test_windows, limit=16 if bundled else 2))
+    monkeypatch.setattr("sparsellm.extensions.studies.demonstration.SAMPLES", 4 if bundled else 1)
+    monkeypatch.setattr(
+        "sparsellm.extensions.studies.demonstration.test_windows", partial(test_windows, limit=16 if bundled else 2)
+    )
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
@@ -54,8 +56,8 @@ def test_demo_ends_with_what_to_do_next(
     speeds = [Speed(form, 2, 1, decode, None) for form, decode in ((TORCH, 20.4), (PACKED, 51), (CEILING, 510))]
     sizes = {TORCH: 4 * 2**20, PACKED: 2**20}
     bench = Bench("", 2**20, sizes, 1, {2: 1.0}, prompt=1, tokens=1, speeds=speeds, notes=[], environment={})
-    monkeypatch.setattr("sparsellm.studies.demonstration.demonstrate", lambda *_: rows)
-    monkeypatch.setattr("sparsellm.studies.demonstration.measure_packed", lambda _: bench)
+    monkeypatch.setattr("sparsellm.extensions.studies.demonstration.demonstrate", lambda *_: rows)
+    monkeypatch.setattr("sparsellm.extensions.studies.demonstration.measure_packed", lambda _: bench)
     lines = command("demo", "--output", tmp_path / "out").stdout.splitlines()[-6:]
     assert lines[0] == "Packed it takes 1.0 MiB, dense 4.0 MiB. On 2 threads it decodes"
     assert lines[1] == "51 tokens a second packed, 20 dense (2.50 × torch, 0.10 × ceiling)."

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, OutputExists
-from sparsellm.studies.interface import check_pages, write_pages
+from sparsellm.extensions.studies.interface import check_pages, write_pages
 
 Command = Callable[..., Result]
 
@@ -75,7 +75,7 @@ def test_a_page_that_cannot_be_written(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     for work in ("report_page", "read_comparison", "measure_bench"):
-        monkeypatch.setattr(f"sparsellm.studies.interface.{work}", None)
+        monkeypatch.setattr(f"sparsellm.extensions.studies.interface.{work}", None)
     page = tmp_path / "file" / "page.html"
     refused = command(*words(name, made, page))
     assert refused.exit_code == 1

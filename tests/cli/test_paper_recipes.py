@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from sparsellm.studies.page import report_page
-from sparsellm.studies.sweep_file import read_sweep
+from sparsellm.extensions.studies.page import report_page
+from sparsellm.extensions.studies.sweep_file import read_sweep
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "neurips2024"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

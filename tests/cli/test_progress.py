@@ -134,10 +134,10 @@ def test_several_runs_have_one_time_left(
 
 
 def test_the_demo_has_a_time_left_from_its_first_method_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsellm.studies.demonstration.SAMPLES", 2)
-    monkeypatch.setattr("sparsellm.studies.demonstration.test_windows", partial(test_windows, limit=4))
+    monkeypatch.setattr("sparsellm.extensions.studies.demonstration.SAMPLES", 2)
+    monkeypatch.setattr("sparsellm.extensions.studies.demonstration.test_windows", partial(test_windows, limit=4))
     methods = {"magnitude": "", "wanda": ""}
-    monkeypatch.setattr("sparsellm.studies.demonstration.METHODS", methods)
+    monkeypatch.setattr("sparsellm.extensions.studies.demonstration.METHODS", methods)
     ran = command("demo")
     assert ran.exit_code == 0, ran.stderr
     assert check(ran.stderr) == ["loading", "pruning", "measuring"] * 2

@@ -28,16 +28,16 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.cli import prune as cli_prune
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge
+from sparsellm.extensions.studies.compare import read_comparison
+from sparsellm.extensions.studies.figures import Plot
+from sparsellm.extensions.studies.page import comparison_page, report_page, verdict
+from sparsellm.extensions.studies.run_again import run_command, sweep_yaml
+from sparsellm.extensions.studies.run_plots import convergence, run_plots
+from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import validated
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import PrunedReport, Report, load_report
-from sparsellm.studies.commands import run_command, sweep_yaml
-from sparsellm.studies.compare import read_comparison
-from sparsellm.studies.figures import Plot
-from sparsellm.studies.page import comparison_page, report_page, verdict
-from sparsellm.studies.run_plots import convergence, run_plots
-from sparsellm.studies.sweep_file import read_sweep
 from tests import made_up
 from tests.made_up import accuracy, perplexity
 

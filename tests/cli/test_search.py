@@ -22,15 +22,15 @@ import sparsellm
 from sparsellm.errors import InvalidSetting, OutputExists, TargetNotReached
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy
+from sparsellm.extensions.studies import search as searching
+from sparsellm.extensions.studies.search import bisect
+from sparsellm.extensions.studies.sweep_runner import CellFolder
+from sparsellm.extensions.studies.target import Decision, Target, outcome, undecided_note
+from sparsellm.extensions.studies.target import point_of as real_point
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline.events import NextRun, Note
 from sparsellm.pipeline.report import Report, load_report
 from sparsellm.pipeline.results import Point
-from sparsellm.studies import search as searching
-from sparsellm.studies.search import bisect
-from sparsellm.studies.sweep_runner import CellFolder
-from sparsellm.studies.target import Decision, Target, outcome, undecided_note
-from sparsellm.studies.target import point_of as real_point
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.cli.test_several import compared

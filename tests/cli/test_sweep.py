@@ -17,15 +17,15 @@ import yaml
 from typer.testing import Result
 
 from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.extensions.studies.run_again import sweep_yaml
+from sparsellm.extensions.studies.sweep_cells import Sweep
+from sparsellm.extensions.studies.sweep_file import read_sweep
+from sparsellm.extensions.studies.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
+from sparsellm.extensions.studies.sweep_tables import to_markdown
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline import cached_allocation, measuring, stages
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.studies.commands import sweep_yaml
-from sparsellm.studies.sweep_cells import Sweep
-from sparsellm.studies.sweep_file import read_sweep
-from sparsellm.studies.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
-from sparsellm.studies.sweep_tables import to_markdown
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]

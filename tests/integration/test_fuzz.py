@@ -18,6 +18,12 @@ from safetensors.torch import load_file
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import CannotResume
+from sparsellm.extensions.studies.measures import measures
+from sparsellm.extensions.studies.page import report_page
+from sparsellm.extensions.studies.sweep_file import read_sweep
+from sparsellm.extensions.studies.sweep_runner import CellFolder, saved_sweep
+from sparsellm.extensions.studies.sweep_runner import _open as save_sweep
+from sparsellm.extensions.studies.sweep_tables import table, to_markdown
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.inspection import inspect, planned_patterns
 from sparsellm.pipeline.journal import Journal
@@ -30,12 +36,6 @@ from sparsellm.pipeline.recipe_methods import method_of
 from sparsellm.pipeline.report import load_report
 from sparsellm.pipeline.selection import LayerName
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.studies.measures import measures
-from sparsellm.studies.page import report_page
-from sparsellm.studies.sweep_file import read_sweep
-from sparsellm.studies.sweep_runner import CellFolder, saved_sweep
-from sparsellm.studies.sweep_runner import _open as save_sweep
-from sparsellm.studies.sweep_tables import table, to_markdown
 from sparsellm.texts.texts import read_text
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced

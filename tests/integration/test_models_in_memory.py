@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import sparsellm
 from sparsellm.cli.result_text import print_summary
 from sparsellm.errors import InvalidSetting, SparseLLMError, VerificationFailed
-from sparsellm.studies.page import report_page
+from sparsellm.extensions.studies.page import report_page
 
 
 def loaded(folder: Path) -> PreTrainedModel:

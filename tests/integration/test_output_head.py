@@ -22,6 +22,7 @@ from sparsellm import prune, recover, verify
 from sparsellm.allocation.rules import allocate
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
+from sparsellm.extensions.studies.page import report_page
 from sparsellm.methods import BlockMethod, BlockResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
@@ -37,7 +38,6 @@ from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
-from sparsellm.studies.page import report_page
 from sparsellm.training import distillation
 from sparsellm.training.distillation import last_states, loss_terms
 from sparsellm.training.masked_training import MaskedAdam

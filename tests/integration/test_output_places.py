@@ -12,9 +12,8 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import OutputExists
-from sparsellm.pipeline import compressed_export, output_lock, packing, saving, work_directory
+from sparsellm.pipeline import compressed_export, output_lock, packing, saving, several, work_directory
 from sparsellm.pipeline.output_folder import REPORT, WORK
-from sparsellm.studies import several
 from tests.conftest import long_unless
 
 Command = Callable[..., Result]

@@ -17,13 +17,13 @@ from torch import Tensor
 from sparsellm import load_report, prune, recover, verify
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
+from sparsellm.extensions.studies.page import report_page
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline.block_recovery import RATE
 from sparsellm.pipeline.events import Event
 from sparsellm.pipeline.inspection import inspect
 from sparsellm.pipeline.output_folder import WORK
 from sparsellm.pipeline.training import model_step
-from sparsellm.studies.page import report_page
 from sparsellm.training import distillation
 from sparsellm.training.block_training import split_batches
 from sparsellm.training.distillation import (

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from sparsellm import load_report, pack, prune, recover, unpack, verify
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.studies.page import report_page
 from sparsellm.pipeline import recipe, training
 from sparsellm.runtime import products
-from sparsellm.studies.page import report_page
 from sparsellm.training import distillation
 from sparsellm.training.masked_training import MaskedAdam
 from tests import processes

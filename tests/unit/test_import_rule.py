@@ -39,11 +39,10 @@ MAY_IMPORT["peft"] = {"errors", "training"}
 BELOW_PIPELINE = set(MAY_IMPORT)
 MAY_IMPORT |= {
     "pipeline": BELOW_PIPELINE,
-    "studies": BELOW_PIPELINE | {"pipeline"},
-    "cli": BELOW_PIPELINE | {"pipeline", "studies", "extension"},
+    "cli": BELOW_PIPELINE | {"pipeline", "extension"},
     "__main__": {"cli"},
     "extension": {"errors"},
-    "extensions": BELOW_PIPELINE | {"pipeline", "studies", "cli", "extension"},
+    "extensions": BELOW_PIPELINE | {"pipeline", "cli", "extension"},
 }
 
 FILES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))

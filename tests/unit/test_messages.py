@@ -56,7 +56,7 @@ def messages(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
 
 
-OUTSIDE = {"cli", "recipe_fields.py", "commands.py"}
+OUTSIDE = {"cli", "recipe_fields.py", "commands.py", "run_again.py"}
 """The command line, the descriptions that its help and the docstrings of Python share, and the commands in reports."""
 
 LIBRARY = [path for path in sorted(PACKAGE.rglob("*.py")) if not OUTSIDE & set(path.relative_to(PACKAGE).parts)]

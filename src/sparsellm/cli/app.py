@@ -12,11 +12,9 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import print_note, report_errors
-from sparsellm.cli.evaluate import demo, evaluate, inspect, verify
+from sparsellm.cli.evaluate import evaluate, inspect, verify
 from sparsellm.cli.info import info
-from sparsellm.cli.pack import export, pack, unpack
-from sparsellm.cli.prune import prune, recover
-from sparsellm.cli.sweep import bench, report, search, sweep
+from sparsellm.cli.prune import prune
 from sparsellm.extension import PROBLEMS, named
 
 app = typer.Typer(
@@ -56,8 +54,7 @@ def refusing(error: Exception) -> Callable[..., None]:
     return refuse
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, search, sweep, report, evaluate, inspect, verify)
-COMMANDS += (pack, unpack, export, bench, info, demo)
+COMMANDS: tuple[Callable[..., None], ...] = (prune, evaluate, inspect, verify, info)
 
 for command in COMMANDS:
     app.command(cls=options.Command)(command)

@@ -1,4 +1,4 @@
-"""`evaluate`, `inspect`, `verify` and `demo`: the commands that measure, check and show."""
+"""`evaluate`, `inspect` and `verify`: the commands that measure and check."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from sparsellm.cli.console import (
     print_json,
     print_line,
     report_errors,
-    show,
     stdout,
-    text_table,
 )
 from sparsellm.errors import plural
 from sparsellm.pipeline.recipe_fields import EVALUATION
@@ -129,54 +127,3 @@ def verify(
         changed = f"; the run also changed {plural(result.changed, 'tensor')}" if result.changed else ""
         dense = f"; {result.compared()}" if against else ""
         print_line(stdout, f"{output}: {files}, {tensors} and {layers} match its report{changed}{dense}.")
-
-
-def demo(
-    context: typer.Context,
-    *,
-    output: options.DemoOutput = None,
-    family: options.Family = "opt",
-    quiet: options.QuietOption = False,
-    as_json: options.JsonOption = False,
-) -> None:
-    """Prune a bundled model with every method and compare them.
-
-    Takes under two minutes, without network or GPU. With --output, it ends with the size and speed of the output packed.
-
-    Example: sparsellm demo --output pruned-demo
-    """
-    with report_errors(context):
-        from sparsellm.cli.allocator import manage_memory
-        from sparsellm.pipeline.display import Display, with_standard_error
-        from sparsellm.pipeline.events import combine_observers
-        from sparsellm.pipeline.saving import check_output
-        from sparsellm.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
-
-        if output is not None:
-            check_output(output)
-        with Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display:
-            rows = demonstrate(family, output, combine_observers(manage_memory, display))
-        packed = None if output is None else measure_packed(output)
-        if as_json:
-            result = {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows]}
-            print_json(result | {"output": output} | ({"packed": packed.to_dict()} if packed else {}))
-            return
-        title = f"demo:{family}, {SPARSITY} removed, perplexity on text outside its training data"
-        cells = [
-            [
-                x.method,
-                with_standard_error(x.perplexity, x.standard_error),
-                str(x.change or ""),
-                f"{100 * x.sparsity:.1f} %",
-                f"{x.seconds:.1f}",
-            ]
-            for x in rows
-        ]
-        show(stdout, text_table(["method", "perplexity", "change", "zeros", "seconds"], cells, title))
-        if packed is not None:
-            print_line(stdout, f"Wrote the model pruned by SparseLLM to {output}, read back and verified.")
-            for line in packed_lines(packed):
-                print_line(stdout, line)
-            print_line(stdout, f"Look at it: sparsellm inspect {output}")
-        print_line(stdout, "Your model: sparsellm plan MODEL --sparsity 70% --calibration TEXT")
-        print_line(stdout, "Prune it: sparsellm prune MODEL OUTPUT --sparsity 70% --calibration TEXT")

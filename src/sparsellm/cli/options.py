@@ -15,8 +15,7 @@ import typer.core
 from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
-from sparsellm.pipeline.recipe_fields import HELP_PANELS, RecipeFields, RecoveryFields, RunFields
-from sparsellm.solvers.integers import BITS_OF
+from sparsellm.pipeline.recipe_fields import HELP_PANELS, RecipeFields, RunFields
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -162,7 +161,7 @@ def _print_all_options(context: typer.Context, given: bool) -> None:
         raise typer.Exit
 
 
-_output = functools.partial(typer.Option, rich_help_panel="Output")
+output_option = functools.partial(typer.Option, rich_help_panel="Output")
 
 HelpAll = Annotated[
     bool,
@@ -174,21 +173,17 @@ Version = Annotated[bool, typer.Option("--version", help="Print the version and 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=RecipeFields.model_fields["model"].description)]
 ModelOrConfig = Annotated[str | None, typer.Argument(metavar="MODEL", help=RecipeFields.model_fields["model"].description)]
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
-Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-PrunedFrom = Annotated[str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.")]
 _TEXT = f"Text to measure the perplexity on: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file."
 # typer 0.27 would name it --TEXT
 TextOption = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]
 
-Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
-PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
-Resume = Annotated[bool, _output("--resume", help="Continue an unfinished run, if there is one.")]
-Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start again.")]
-Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
-AlsoPack = Annotated[bool, _output("--pack", help="Also write OUT-packed, without the zeros; see pack.")]
-QuietOption = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
-JsonOption = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
+Config = Annotated[str | None, output_option(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
+PrintConfig = Annotated[bool, output_option("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
+Resume = Annotated[bool, output_option("--resume", help="Continue an unfinished run, if there is one.")]
+Restart = Annotated[bool, output_option("--restart", help="Discard an unfinished run and start again.")]
+Overwrite = Annotated[bool, output_option("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
+QuietOption = Annotated[bool, output_option("--quiet", help="Show no progress, only results, notes and errors.")]
+JsonOption = Annotated[bool, output_option("--json", help="Print the result as JSON on stdout.")]
 ComparedWith = Annotated[str | None, typer.Option("--against", metavar="DENSE", help="Model to measure the difference from.")]
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]
 _DENSE = "Check that all tensors that were not pruned equal this model's."
@@ -198,83 +193,4 @@ Expect = Annotated[
     typer.Option(help="Check that each pruned layer has this sparsity, or the one allocated to it; exit with status 1 if not."),
 ]
 
-_DEMO_OUTPUT = "Folder to write the model pruned by the method sparsellm to; must not exist."
-DemoOutput = Annotated[str | None, typer.Option(help=_DEMO_OUTPUT)]
-Family = Annotated[str, typer.Option(help="Bundled model: opt or llama.")]
-
-SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
-SweepOut = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="OUT", help="Folder of the sweep; an existing sweep is continued. Default: the file's name without .yaml."
-    ),
-]
-Smoke = Annotated[bool, typer.Option("--smoke", help="Run the small version that the file describes under `smoke:`.")]
-OnlyCells = Annotated[
-    list[str] | None,
-    typer.Option("--only", metavar="AXIS=LABEL", help="Run or list only the cells with this label on this axis."),
-]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Change a field of the recipe in all cells, or with AXIS.LABEL=VALUE the value behind one label.",
-    ),
-]
-Retry = Annotated[bool, typer.Option("--retry", help="Run failed cells again.")]
-ListCells = Annotated[bool, typer.Option("--list", help="List the cells and their states without running any.")]
-
-_target = functools.partial(typer.Option, rich_help_panel="Target")
-MaxIncrease = Annotated[
-    str | None, _target(metavar="PERCENT", help="Largest increase of the perplexity on each text of --evaluate, as 5%.")
-]
-MinAccuracy = Annotated[
-    list[str] | None, _target(metavar="TASK:ACCURACY", help="Smallest accuracy on a zero-shot task, as boolq:0.60.")
-]
-MaxSize = Annotated[str | None, _target(metavar="SIZE", help="Size of the weights, as 500MB, once `pack` has packed them.")]
-StepOption = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
-
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
-ToPack = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
-PackedOut = Annotated[str, typer.Argument(metavar="PACKED", help="Folder to write; must not exist.")]
-PackedIn = Annotated[str, typer.Argument(metavar="PACKED", help="Folder that `pack` wrote, or its name on the hub.")]
-UnpackedOut = Annotated[str, typer.Argument(metavar="MODEL", help="Folder to write; must not exist.")]
-Archive = Annotated[
-    bool, typer.Option("--archive", help="Compress further, for storage: loading takes longer. Dense matrices are packed too.")
-]
-_VALUES = "Round the layers of the blocks to integers with scales, dense layers too."
-_GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64; 0: rows."
-_GROUP_DEFAULT = "about 128 kept weights, rows for int8"
-PackedValues = Annotated[str | None, typer.Option("--values", metavar="|".join(BITS_OF), help=_VALUES, show_default="none")]
-GroupSize = Annotated[int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default=_GROUP_DEFAULT)]
-AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
-PositiveZeros = Annotated[
-    bool, typer.Option("--positive-zeros", help="Store -0.0, which some software leaves for removed weights, as 0.0.")
-]
-OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
-OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
-
-_REPORTED = "Folders of pruned models or of sweeps; several, of one dense model, are compared."
-Reported = Annotated[list[str], typer.Argument(metavar="RUN", help=_REPORTED)]
-_PAGE_DEFAULT = "RUN.html, beside RUN; none for several or for --json alone"
-PageOption = Annotated[str | None, _output("--output", help="HTML file to write.", show_default=_PAGE_DEFAULT)]
-_FIGURES = "Also write each plot of a run's page to this folder, as SVG and PNG."
-Figures = Annotated[str | None, _output(metavar="DIR", help=_FIGURES)]
-
-OverwriteFiles = Annotated[bool, _output("--overwrite", help="Replace files that sparsellm did not write.")]
-
-PackedArgument = Annotated[str, typer.Argument(metavar="PACKED", help="Folder of a packed model, as written by `pack`.")]
-DenseForm = Annotated[
-    str | None,
-    typer.Option("--against", metavar="DENSE", help="Dense model to compare with.", show_default="PACKED, decoded"),
-]
-Batches = Annotated[str, typer.Option("--batch", metavar="N,N", help="Numbers of sequences to decode together.")]
-Threads = Annotated[
-    str | None, typer.Option("--threads", metavar="N,N", help="Numbers of threads.", show_default="as many as torch uses")
-]
-Decoded = Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of each sequence to decode in a measurement.")]
-SpeedPage = Annotated[str | None, _output(help="HTML file to write, with the tables and a chart.")]
-RecordSpeed = Annotated[
-    bool, typer.Option("--record", help="Write the speeds into PACKED's report and model card, in place of earlier ones.")
-]

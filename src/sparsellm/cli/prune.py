@@ -1,8 +1,8 @@
-"""`prune`, `recover` and `plan`: the commands that take a recipe."""
+"""`prune`, and how a command runs recipes and writes outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
-    displayed,
     in_options,
     in_process_group,
     print_json,
@@ -20,13 +19,12 @@ from sparsellm.cli.console import (
     stdout,
 )
 from sparsellm.cli.run_options import Extras, extended
-from sparsellm.pipeline.recipe_fields import RecoveryFields
 from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
-    from sparsellm.pipeline.recipe import Recipe
-    from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+    from sparsellm.pipeline.recipe import RunRecipe
     from sparsellm.pipeline.report import Report
+    from sparsellm.pipeline.saving import Result
 
 
 @options.recipe_options()
@@ -41,7 +39,6 @@ def prune(
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
-    pack: options.AlsoPack = False,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
     extras: Extras,
@@ -67,43 +64,19 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "quiet": quiet, "as_json": as_json}
-        _write(context, recipes, output, is_main, extras=extras, pack=pack, **keywords)
+        keywords: dict[str, Any] = {
+            "resume": resume,
+            "restart": restart,
+            "overwrite": overwrite,
+            "quiet": quiet,
+            "as_json": as_json,
+        }
+        write_outputs(context, recipes, output, is_main, extras=extras, **keywords)
 
 
-@options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
-@extended("recover")
-def recover(
+def write_outputs(
     context: typer.Context,
-    pruned: options.Pruned,
-    output: options.Recovered,
-    *,
-    model: options.PrunedFrom,
-    resume: options.Resume = False,
-    restart: options.Restart = False,
-    overwrite: options.Overwrite = False,
-    quiet: options.QuietOption = False,
-    as_json: options.JsonOption = False,
-    extras: Extras,
-    **settings: Any,
-) -> None:
-    """Train the weights of a pruned checkpoint, keeping its zeros.
-
-    Writes the recovered checkpoint.
-
-    Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
-    """
-    with in_process_group(context) as is_main:
-        from sparsellm.pipeline.block_recovery import read_recovery
-
-        recipe = read_recovery({"model": model, "pruned": pruned, **settings})
-        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "quiet": quiet, "as_json": as_json}
-        _write(context, [recipe], output, is_main, extras=extras, **keywords)
-
-
-def _write(
-    context: typer.Context,
-    recipes: Sequence[Recipe | RecoveryRecipe],
+    recipes: Sequence[RunRecipe],
     output: str,
     is_main: bool,
     *,
@@ -113,7 +86,7 @@ def _write(
     extras: Extras,
     quiet: bool,
     as_json: bool,
-    pack: bool = False,
+    function: Callable[..., Result] | None = None,
 ) -> None:
     """Run one or several recipes, in one process or in those of a launcher, write the outputs, and print the results."""
     if resume and restart:
@@ -122,43 +95,34 @@ def _write(
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.pipeline.display import Display
     from sparsellm.pipeline.output_folder import is_finished
-    from sparsellm.pipeline.packing import packed_outputs
+    from sparsellm.pipeline.prune import prune_run
+    from sparsellm.pipeline.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
     from sparsellm.runtime import collectives
-    from sparsellm.studies.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
 
     folders = output_folders(output, recipes)
+    written = {"resume": resume, "overwrite": overwrite, "quiet": quiet, "on_stderr": as_json}
+    finish = partial(extras.finish, context, folders, **written)
     replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
     if is_main:
         check_outputs(output, folders, **replace)
-        to_pack = packed_outputs(folders, resume=resume, overwrite=overwrite) if pack else {}
+        extras.check(folders, resume=resume, overwrite=overwrite)
     finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
     if all(finished):
         if is_main:
             if len(folders) > 1:
                 remove_shared_results(output)
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
-            _pack(context, to_pack, overwrite, quiet=quiet, on_stderr=as_json)
+            finish()
         return
     with (
         Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
         extras.observing(display, manage_memory, is_main=is_main) as observe,
-        locked_runs(output, folders, observe) as runs,
+        locked_runs(output, folders, observe, function or prune_run) as runs,
     ):
         report = run_each(folders, runs, finished=finished, **replace)
     if is_main:
         _print_results(folders, report, as_json)
-        _pack(context, to_pack, overwrite, quiet=quiet, on_stderr=as_json)
-
-
-def _pack(context: typer.Context, folders: Mapping[Path, Path], overwrite: bool, *, quiet: bool, on_stderr: bool) -> None:
-    """Pack outputs, each into the folder given for it, and print their sizes, to stderr if stdout holds JSON."""
-    from sparsellm.cli.pack import print_packed
-    from sparsellm.pipeline.packing import pack
-
-    for folder, target in folders.items():
-        with displayed(f"packing {folder}", context, quiet=quiet) as observe:
-            result = pack(folder, target, overwrite=overwrite, observe=observe)
-        print_packed(stderr if on_stderr else stdout, result)
+        finish()
 
 
 def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> None:

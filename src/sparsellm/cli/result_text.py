@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import TypeVar
 
 from rich.console import Console
 
 from sparsellm.cli.console import print_line, show, text_table
-from sparsellm.errors import plural
+from sparsellm.errors import capitalized, plural
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
 from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
 from sparsellm.pipeline.report import Report, When
-from sparsellm.pipeline.results import Point
 from sparsellm.pipeline.training_outcome import describe_losses
-from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import integer_name
-from sparsellm.studies.compare import Comparison
-from sparsellm.studies.measures import capitalized, figure_of
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
 
@@ -99,6 +95,12 @@ def print_evaluation(console: Console, result: Evaluation, against: str | None) 
         show(console, text_table(["task", "metric", *columns, "questions"], rows))
 
 
+def _change(pair: Mapping[When, AnyMeasurement]) -> str:
+    """The change of a measured value from the dense model's; empty if it is unknown."""
+    both = "dense" in pair and "pruned" in pair
+    return change.in_table if both and (change := pair["pruned"].against(pair["dense"])) else ""
+
+
 def print_several(console: Console, reports: Mapping[str, Report]) -> None:
     """Print the results of several runs on one model, by the folder of each, below those of the model before."""
     first, *_ = reports.values()
@@ -109,8 +111,7 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
         values += [task_value(x) if (x := report.tasks.get(name, {}).get(when)) else "-" for name in tasks]
         if when == "dense":
             return values
-        changes = [figure_of(pair).change_text if "pruned" in (pair := report.perplexity.get(x, {})) else "" for x in texts]
-        changes += [figure_of(scores).change_text if "pruned" in (scores := report.tasks.get(x, {})) else "" for x in tasks]
+        changes = [_change(report.perplexity.get(x, {})) for x in texts] + [_change(report.tasks.get(x, {})) for x in tasks]
         return [f"{value} ({change})" if change else value for value, change in zip(values, changes, strict=True)]
 
     head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts)]
@@ -120,22 +121,6 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
         rows.append([folder, f"{100 * report.sparsity:.2f}", *cells(report, "pruned")])
     show(console, text_table(head, rows))
     print_line(console, f"Wrote {len(reports)} outputs, each read back and verified.")
-
-
-def print_search(console: Console, points: Sequence[Point]) -> None:
-    """Print the curve of a search: a line for each sparsity."""
-    first = points[0]
-    names = [*(f"perplexity on {text}" for text in first.perplexity), *(f"{task}, %" for task in first.accuracy)]
-    increase, size = first.increase is not None, first.size is not None
-    rows = []
-    for x in points:
-        row = [f"{100 * x.sparsity:.5g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
-        row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
-        row += [x.increase_text] if increase else []
-        row += [human_bytes(x.size or 0)] if size else []
-        rows.append([*row, x.answer, f"{x.seconds:.1f}"])
-    head = ["sparsity", "effort", *names, *(["increase"] if increase else []), *(["size"] if size else []), "met", "seconds"]
-    show(console, text_table(head, rows))
 
 
 def print_inspection(console: Console, inspection: Inspection) -> None:
@@ -177,12 +162,3 @@ def _integers(layer: LayerZeros) -> list[str]:
         return ["-", "-", "-"]
     group = f"{layer.group_size} columns" if layer.group_size else "row"
     return [integer_name(layer.bits), group, f"{layer.bits_per_weight:.3f}"]
-
-
-def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print the tables of a comparison, and what limits it."""
-    for title, made in comparison.tables().items():
-        show(console, text_table(*made, title))
-        print_line(console, "")
-    for note in comparison.notes:
-        print_line(console, note)

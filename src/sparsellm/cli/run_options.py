@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
 
 from sparsellm.errors import InvalidSetting, first_line
 from sparsellm.extension import PROBLEMS, installed
@@ -22,6 +25,36 @@ class RunOptions:
 
     The annotation of a field is typer's, as `Annotated[bool, typer.Option("--pack", help="...")]`; each field has a default.
     """
+
+    def check(self, folders: Mapping[Path, Any], *, resume: bool, overwrite: bool) -> None:
+        """Check before the runs what `finish` will do.
+
+        Args:
+            folders: The recipe of each output, by its folder.
+            resume: Whether a finished output is kept.
+            overwrite: Whether an output is replaced.
+        """
+
+    def finish(
+        self,
+        context: typer.Context,
+        folders: Mapping[Path, Any],
+        *,
+        resume: bool,
+        overwrite: bool,
+        quiet: bool,
+        on_stderr: bool,
+    ) -> None:
+        """Do what follows the runs, and print it.
+
+        Args:
+            context: The command's, for what is displayed.
+            folders: As for `check`, as are the next two.
+            resume: See there.
+            overwrite: See there.
+            quiet: Whether to display no progress.
+            on_stderr: Whether stdout holds JSON.
+        """
 
     @contextmanager
     def observing(self, display: Observer) -> Iterator[Observer | None]:
@@ -41,6 +74,16 @@ class Extras:
     """The options of extensions that a command was given, by extension."""
 
     given: tuple[RunOptions, ...] = ()
+
+    def check(self, folders: Mapping[Path, Any], **arguments: bool) -> None:
+        """`RunOptions.check` of each."""
+        for options in self.given:
+            options.check(folders, **arguments)
+
+    def finish(self, context: typer.Context, folders: Mapping[Path, Any], **arguments: bool) -> None:
+        """`RunOptions.finish` of each."""
+        for options in self.given:
+            options.finish(context, folders, **arguments)
 
     @contextmanager
     def observing(self, display: Observer, *others: Observer, is_main: bool = True) -> Iterator[Observer]:

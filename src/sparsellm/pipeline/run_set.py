@@ -9,9 +9,7 @@ from sparsellm.pipeline.events import Observer
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.input_digests import SameInputs
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recover import recover_run
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.run import RunArguments
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.work_directory import work_directory
@@ -28,13 +26,20 @@ class RunSet:
         observe: Receives the events of all runs.
         cache: Folder for the dense model's results; None if they are not kept, as for a single run.
         inputs: Compares what the runs read. Default: with what earlier runs of the set have read.
+        function: Runs a recipe, with the arguments of `prune_run`.
     """
 
-    def __init__(self, observe: Observer, cache: Path | None = None, inputs: SameInputs | None = None) -> None:
-        self.observe, self.inputs = observe, SameInputs() if inputs is None else inputs
+    def __init__(
+        self,
+        observe: Observer,
+        cache: Path | None = None,
+        inputs: SameInputs | None = None,
+        function: Callable[..., Result] = prune_run,
+    ) -> None:
+        self.observe, self.inputs, self._function = observe, SameInputs() if inputs is None else inputs, function
         self._cache = None if cache is None else DenseCache(cache, observe)
 
-    def run(self, recipe: Recipe | RecoveryRecipe, *, given: Given | None = None) -> Result:
+    def run(self, recipe: RunRecipe, *, given: Given | None = None) -> Result:
         """Run a recipe without a folder: a killed run is lost.
 
         Args:
@@ -45,7 +50,7 @@ class RunSet:
     def run_in(
         self,
         folder: str | Path,
-        recipe: Recipe | RecoveryRecipe,
+        recipe: RunRecipe,
         *,
         resume: bool = False,
         restart: bool = False,
@@ -72,8 +77,6 @@ class RunSet:
             finish(result)
         return result
 
-    def _run(self, recipe: Recipe | RecoveryRecipe, place: RunArguments, given: Given | None = None) -> Result:
+    def _run(self, recipe: RunRecipe, place: RunArguments, given: Given | None = None) -> Result:
         arguments: RunArguments = {"shared": self._cache, "check": self.inputs.check, **place}
-        if isinstance(recipe, RecoveryRecipe):
-            return recover_run(recipe, self.observe, given=given, **arguments)
-        return prune_run(recipe, self.observe, given=given, **arguments)
+        return self._function(recipe, self.observe, given=given, **arguments)

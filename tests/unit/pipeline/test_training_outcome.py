@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparsellm.extensions.studies.compare import ComparedRun
 from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.training_outcome import describe_losses, why_not_recovered, why_unchanged
-from sparsellm.studies.compare import ComparedRun
 
 UNTRAINED = TrainingResult(0.0, 0.0, 0, "not refined: there is only one group of sequences, and none can be held out")
 

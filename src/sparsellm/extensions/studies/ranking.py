@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sparsellm.evaluation.differences import NOT_MEASURABLE, Difference
-from sparsellm.studies.measures import Figure
+from sparsellm.extensions.studies.measures import Figure
 
 Name = TypeVar("Name", bound=Hashable)
 

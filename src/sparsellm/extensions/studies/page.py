@@ -14,7 +14,18 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
-from sparsellm.errors import plural
+from sparsellm.errors import capitalized, plural
+from sparsellm.extensions.studies.compare import Comparison, Table
+from sparsellm.extensions.studies.figures import Plot, style
+from sparsellm.extensions.studies.measures import Figure, error_legend, evaluations, headlines, spoken
+from sparsellm.extensions.studies.ranking import claim, rank_figures
+from sparsellm.extensions.studies.run_again import report_command, run_command, sweep_command, sweep_yaml
+from sparsellm.extensions.studies.run_plots import at_bound, run_plots
+from sparsellm.extensions.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
+from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
+from sparsellm.extensions.studies.sweep_plots import sweep_plots
+from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
+from sparsellm.extensions.studies.sweep_tables import Row, grid, legend, models, shown_measures, table
 from sparsellm.pipeline.output_folder import REPORT, is_sweep
 from sparsellm.pipeline.path_names import PathNames, local_files
 from sparsellm.pipeline.recipe import Recipe
@@ -24,17 +35,6 @@ from sparsellm.pipeline.report import NOT_PRUNED, Report, read_report
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.pipeline.zeros_before import counts
-from sparsellm.studies.commands import report_command, run_command, sweep_command, sweep_yaml
-from sparsellm.studies.compare import Comparison, Table
-from sparsellm.studies.figures import Plot, style
-from sparsellm.studies.measures import Figure, capitalized, error_legend, evaluations, headlines, spoken
-from sparsellm.studies.ranking import claim, rank_figures
-from sparsellm.studies.run_plots import at_bound, run_plots
-from sparsellm.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
-from sparsellm.studies.sweep_cells import Sweep, labels_in_words
-from sparsellm.studies.sweep_plots import sweep_plots
-from sparsellm.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
-from sparsellm.studies.sweep_tables import Row, grid, legend, models, shown_measures, table
 from sparsellm.texts.paths import local_path
 
 

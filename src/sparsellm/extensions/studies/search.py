@@ -14,6 +14,9 @@ from pathlib import Path
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
+from sparsellm.extensions.studies.sweep_cells import Cell
+from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell
+from sparsellm.extensions.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage, add_note
 from sparsellm.pipeline.fingerprint import environment, model_fingerprint
 from sparsellm.pipeline.input_digests import check_inputs, run_inputs
@@ -29,9 +32,6 @@ from sparsellm.pipeline.saving import Result, claimed
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
-from sparsellm.studies.sweep_cells import Cell
-from sparsellm.studies.sweep_runner import CellFolder, run_cell
-from sparsellm.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
 
 FINEST = 1e-3
 """The smallest step: measurements of two models that are closer differ by less than their standard errors."""

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from sparsellm.studies.measures import OF_RUN, Figure, capitalized, error_legend, mean_over_seeds, measures, spoken
-from sparsellm.studies.sweep_cells import Sweep, labels_in_words
-from sparsellm.studies.sweep_runner import Outcome
+from sparsellm.errors import capitalized
+from sparsellm.extensions.studies.measures import OF_RUN, Figure, error_legend, mean_over_seeds, measures, spoken
+from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
+from sparsellm.extensions.studies.sweep_runner import Outcome
 from sparsellm.texts.json_files import durable, strict_json
 
 SEED_AXIS = "seed"

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
+from sparsellm.extensions.studies.sweep_cells import Cell, Sweep
 from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.pipeline.input_digests import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input
 from sparsellm.pipeline.output_folder import SWEEP, is_sweep
@@ -29,7 +30,6 @@ from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result, check_output
 from sparsellm.pipeline.wording import worded
-from sparsellm.studies.sweep_cells import Cell, Sweep
 from sparsellm.texts.json_files import FORMAT, durable, read_record, strict_json
 
 CELLS = "cells"

@@ -1,15 +1,17 @@
-"""`sweep`, `search`, `report` and `bench`: the commands that compare, and that write pages."""
+"""`sweep`, `search`, `report`, `bench` and `demo`: the commands that compare, and that write pages."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
@@ -28,19 +30,79 @@ from sparsellm.cli.console import (
 from sparsellm.cli.run_options import Extras, extended
 from sparsellm.errors import plural
 
+if TYPE_CHECKING:
+    from sparsellm.extensions.studies.compare import Comparison
+    from sparsellm.pipeline.results import Point
+
+SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
+SweepOut = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OUT", help="Folder of the sweep; an existing sweep is continued. Default: the file's name without .yaml."
+    ),
+]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Run the small version that the file describes under `smoke:`.")]
+OnlyCells = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="AXIS=LABEL", help="Run or list only the cells with this label on this axis."),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change a field of the recipe in all cells, or with AXIS.LABEL=VALUE the value behind one label.",
+    ),
+]
+Retry = Annotated[bool, typer.Option("--retry", help="Run failed cells again.")]
+ListCells = Annotated[bool, typer.Option("--list", help="List the cells and their states without running any.")]
+_target = partial(typer.Option, rich_help_panel="Target")
+MaxIncrease = Annotated[
+    str | None, _target(metavar="PERCENT", help="Largest increase of the perplexity on each text of --evaluate, as 5%.")
+]
+MinAccuracy = Annotated[
+    list[str] | None, _target(metavar="TASK:ACCURACY", help="Smallest accuracy on a zero-shot task, as boolq:0.60.")
+]
+MaxSize = Annotated[str | None, _target(metavar="SIZE", help="Size of the weights, as 500MB, once `pack` has packed them.")]
+StepOption = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
+_REPORTED = "Folders of pruned models or of sweeps; several, of one dense model, are compared."
+Reported = Annotated[list[str], typer.Argument(metavar="RUN", help=_REPORTED)]
+_PAGE_DEFAULT = "RUN.html, beside RUN; none for several or for --json alone"
+PageOption = Annotated[str | None, options.output_option("--output", help="HTML file to write.", show_default=_PAGE_DEFAULT)]
+_FIGURES = "Also write each plot of a run's page to this folder, as SVG and PNG."
+Figures = Annotated[str | None, options.output_option(metavar="DIR", help=_FIGURES)]
+OverwriteFiles = Annotated[bool, options.output_option("--overwrite", help="Replace files that sparsellm did not write.")]
+PackedArgument = Annotated[str, typer.Argument(metavar="PACKED", help="Folder of a packed model, as written by `pack`.")]
+DenseForm = Annotated[
+    str | None,
+    typer.Option("--against", metavar="DENSE", help="Dense model to compare with.", show_default="PACKED, decoded"),
+]
+Batches = Annotated[str, typer.Option("--batch", metavar="N,N", help="Numbers of sequences to decode together.")]
+Threads = Annotated[
+    str | None, typer.Option("--threads", metavar="N,N", help="Numbers of threads.", show_default="as many as torch uses")
+]
+Decoded = Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of each sequence to decode in a measurement.")]
+SpeedPage = Annotated[str | None, options.output_option(help="HTML file to write, with the tables and a chart.")]
+RecordSpeed = Annotated[
+    bool, typer.Option("--record", help="Write the speeds into PACKED's report and model card, in place of earlier ones.")
+]
+_DEMO_OUTPUT = "Folder to write the model pruned by the method sparsellm to; must not exist."
+DemoOutput = Annotated[str | None, typer.Option(help=_DEMO_OUTPUT)]
+Family = Annotated[str, typer.Option(help="Bundled model: opt or llama.")]
+
 
 @options.recipe_options("device")
 @extended("sweep")
 def sweep(
     context: typer.Context,
-    file: options.SweepFile,
-    output: options.SweepOut = None,
+    file: SweepFile,
+    output: SweepOut = None,
     *,
-    smoke: options.Smoke = False,
-    only: options.OnlyCells = None,
-    changes: options.Changes = None,
-    retry: options.Retry = False,
-    list_cells: options.ListCells = False,
+    smoke: Smoke = False,
+    only: OnlyCells = None,
+    changes: Changes = None,
+    retry: Retry = False,
+    list_cells: ListCells = False,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
     extras: Extras,
@@ -54,11 +116,11 @@ def sweep(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
+        from sparsellm.extensions.studies.sweep_file import read_sweep
+        from sparsellm.extensions.studies.sweep_runner import read_outcomes, run_sweep
+        from sparsellm.extensions.studies.sweep_tables import grid, legend, table, to_json, write_tables
         from sparsellm.pipeline.display import Display
         from sparsellm.runtime import process_group
-        from sparsellm.studies.sweep_file import read_sweep
-        from sparsellm.studies.sweep_runner import read_outcomes, run_sweep
-        from sparsellm.studies.sweep_tables import grid, legend, table, to_json, write_tables
         from sparsellm.texts.paths import local_path
 
         cells = read_sweep(file, smoke=smoke, changes=changes or ())
@@ -115,10 +177,10 @@ def search(
     model: options.ModelOrConfig = None,
     output: options.Out = None,
     *,
-    max_perplexity_increase: options.MaxIncrease = None,
-    min_accuracy: options.MinAccuracy = None,
-    max_size: options.MaxSize = None,
-    step: options.StepOption = "1%",
+    max_perplexity_increase: MaxIncrease = None,
+    min_accuracy: MinAccuracy = None,
+    max_size: MaxSize = None,
+    step: StepOption = "1%",
     config: options.Config = None,
     overwrite: options.Overwrite = False,
     quiet: options.QuietOption = False,
@@ -144,10 +206,10 @@ def search(
         distance = parse_pattern(step, "step").sparsity
 
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.cli.result_text import print_search, print_summary
+        from sparsellm.cli.result_text import print_summary
+        from sparsellm.extensions.studies.search import search_sparsity
+        from sparsellm.extensions.studies.target import Target
         from sparsellm.pipeline.display import Display
-        from sparsellm.studies.search import search_sparsity
-        from sparsellm.studies.target import Target
 
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
@@ -173,11 +235,11 @@ def search(
 
 def report(
     context: typer.Context,
-    runs: options.Reported,
+    runs: Reported,
     *,
-    output: options.PageOption = None,
-    figures: options.Figures = None,
-    overwrite: options.OverwriteFiles = False,
+    output: PageOption = None,
+    figures: Figures = None,
+    overwrite: OverwriteFiles = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Write the page of a run or a sweep, or compare several.
@@ -188,8 +250,7 @@ def report(
     Example: sparsellm report opt-70
     """
     with report_errors(context):
-        from sparsellm.cli.result_text import print_comparison
-        from sparsellm.studies.interface import report as write_report
+        from sparsellm.extensions.studies.interface import report as write_report
 
         if len(runs) > 1:
             comparison = write_report(runs, output, figures=figures, overwrite=overwrite)
@@ -212,10 +273,10 @@ def report(
 
 def _saved(run: str) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
+    from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
+    from sparsellm.extensions.studies.sweep_tables import table, to_json
     from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
     from sparsellm.pipeline.report import read_report
-    from sparsellm.studies.sweep_runner import read_outcomes, saved_sweep
-    from sparsellm.studies.sweep_tables import table, to_json
 
     folder = check_results(run)
     if not is_sweep(folder):
@@ -227,15 +288,15 @@ def _saved(run: str) -> dict[str, Any]:
 
 def bench(
     context: typer.Context,
-    packed: options.PackedArgument,
+    packed: PackedArgument,
     *,
-    against: options.DenseForm = None,
-    batch: options.Batches = "1,4",
-    threads: options.Threads = None,
-    tokens: options.Decoded = 32,
-    output: options.SpeedPage = None,
-    record: options.RecordSpeed = False,
-    overwrite: options.OverwriteFiles = False,
+    against: DenseForm = None,
+    batch: Batches = "1,4",
+    threads: Threads = None,
+    tokens: Decoded = 32,
+    output: SpeedPage = None,
+    record: RecordSpeed = False,
+    overwrite: OverwriteFiles = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Measure how fast a packed model decodes on this machine's CPU.
@@ -248,8 +309,8 @@ def bench(
     with report_errors(context):
         batches, counts = read_counts("--batch", batch), read_counts("--threads", threads)
 
-        from sparsellm.studies.interface import bench as measure
-        from sparsellm.studies.speed_plots import LEGEND, size_line, speed_tables
+        from sparsellm.extensions.studies.interface import bench as measure
+        from sparsellm.extensions.studies.speed_plots import LEGEND, size_line, speed_tables
 
         with displayed(f"measuring {packed}", context) as observe:
             result = measure(
@@ -279,3 +340,81 @@ def bench(
             print_line(stdout, f"Wrote {output}.")
         if record:
             print_line(stdout, f"Wrote the speeds into the report and the model card of {packed}.")
+
+
+def demo(
+    context: typer.Context,
+    *,
+    output: DemoOutput = None,
+    family: Family = "opt",
+    quiet: options.QuietOption = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Prune a bundled model with every method and compare them.
+
+    Takes under two minutes, without network or GPU. With --output, it ends with the size and speed of the output packed.
+
+    Example: sparsellm demo --output pruned-demo
+    """
+    with report_errors(context):
+        from sparsellm.cli.allocator import manage_memory
+        from sparsellm.extensions.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
+        from sparsellm.pipeline.display import Display, with_standard_error
+        from sparsellm.pipeline.events import combine_observers
+        from sparsellm.pipeline.saving import check_output
+
+        if output is not None:
+            check_output(output)
+        with Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display:
+            rows = demonstrate(family, output, combine_observers(manage_memory, display))
+        packed = None if output is None else measure_packed(output)
+        if as_json:
+            result = {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows]}
+            print_json(result | {"output": output} | ({"packed": packed.to_dict()} if packed else {}))
+            return
+        title = f"demo:{family}, {SPARSITY} removed, perplexity on text outside its training data"
+        cells = [
+            [
+                x.method,
+                with_standard_error(x.perplexity, x.standard_error),
+                str(x.change or ""),
+                f"{100 * x.sparsity:.1f} %",
+                f"{x.seconds:.1f}",
+            ]
+            for x in rows
+        ]
+        show(stdout, text_table(["method", "perplexity", "change", "zeros", "seconds"], cells, title))
+        if packed is not None:
+            print_line(stdout, f"Wrote the model pruned by SparseLLM to {output}, read back and verified.")
+            for line in packed_lines(packed):
+                print_line(stdout, line)
+            print_line(stdout, f"Look at it: sparsellm inspect {output}")
+        print_line(stdout, "Your model: sparsellm plan MODEL --sparsity 70% --calibration TEXT")
+        print_line(stdout, "Prune it: sparsellm prune MODEL OUTPUT --sparsity 70% --calibration TEXT")
+
+
+def print_search(console: Console, points: Sequence[Point]) -> None:
+    """Print the curve of a search: a line for each sparsity."""
+    from sparsellm.runtime.memory import human_bytes
+
+    first = points[0]
+    names = [*(f"perplexity on {text}" for text in first.perplexity), *(f"{task}, %" for task in first.accuracy)]
+    increase, size = first.increase is not None, first.size is not None
+    rows = []
+    for x in points:
+        row = [f"{100 * x.sparsity:.5g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
+        row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
+        row += [x.increase_text] if increase else []
+        row += [human_bytes(x.size or 0)] if size else []
+        rows.append([*row, x.answer, f"{x.seconds:.1f}"])
+    head = ["sparsity", "effort", *names, *(["increase"] if increase else []), *(["size"] if size else []), "met", "seconds"]
+    show(console, text_table(head, rows))
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print the tables of a comparison, and what limits it."""
+    for title, made in comparison.tables().items():
+        show(console, text_table(*made, title))
+        print_line(console, "")
+    for note in comparison.notes:
+        print_line(console, note)

@@ -10,16 +10,16 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from sparsellm.errors import InvalidSetting, plural
+from sparsellm.errors import InvalidSetting, capitalized, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import Perplexity
+from sparsellm.extensions.studies.measures import Figure, figure_of, measures, short_names
+from sparsellm.extensions.studies.ranking import Ranking, rank_figures
+from sparsellm.extensions.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
 from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.report import NOT_PRUNED, Report, When, load_report
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.studies.measures import Figure, capitalized, figure_of, measures, short_names
-from sparsellm.studies.ranking import Ranking, rank_figures
-from sparsellm.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
 
 WEIGHT_FILES = (".safetensors", ".bin")
 """Endings of the files that count as the size of a model."""

@@ -1,39 +1,88 @@
-"""`pack`, `unpack` and `export`: the commands that write packed models, turn them back, and write them for other software."""
+"""`pack`, `unpack`, and `--pack` of the command that prunes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from sparsellm.cli import options
-from sparsellm.cli.console import displayed, print_json, print_line, report_errors, stdout
+from sparsellm.cli.console import displayed, print_json, print_line, report_errors, stderr, stdout
+from sparsellm.cli.run_options import RunOptions
+from sparsellm.solvers.integers import BITS_OF
 
 if TYPE_CHECKING:
     from sparsellm.pipeline.packed_sizes import Packed
 
-ToExport = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
-ExportedOut = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-ExportValues = Annotated[
-    str | None,
-    typer.Option("--values", metavar="[int4|int8]", help="What to round a model to that was pruned without --values."),
+ToPack = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
+PackedOut = Annotated[str, typer.Argument(metavar="PACKED", help="Folder to write; must not exist.")]
+PackedIn = Annotated[str, typer.Argument(metavar="PACKED", help="Folder that `pack` wrote, or its name on the hub.")]
+UnpackedOut = Annotated[str, typer.Argument(metavar="MODEL", help="Folder to write; must not exist.")]
+Archive = Annotated[
+    bool, typer.Option("--archive", help="Compress further, for storage: loading takes longer. Dense matrices are packed too.")
 ]
-OverwriteExported = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
+_VALUES = "Round the layers of the blocks to integers with scales, dense layers too."
+_GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64; 0: rows."
+_GROUP_DEFAULT = "about 128 kept weights, rows for int8"
+PackedValues = Annotated[str | None, typer.Option("--values", metavar="|".join(BITS_OF), help=_VALUES, show_default="none")]
+GroupSize = Annotated[int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default=_GROUP_DEFAULT)]
+AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
+PositiveZeros = Annotated[
+    bool, typer.Option("--positive-zeros", help="Store -0.0, which some software leaves for removed weights, as 0.0.")
+]
+OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
+OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
+AlsoPack = Annotated[bool, options.output_option("--pack", help="Also write OUT-packed, without the zeros; see pack.")]
+
+
+@dataclass(frozen=True)
+class Packing(RunOptions):
+    """Packed copies of the outputs."""
+
+    pack: AlsoPack = False
+
+    def check(self, folders: Mapping[Path, Any], *, resume: bool, overwrite: bool) -> None:
+        if self.pack:
+            from sparsellm.pipeline.packing import packed_outputs
+
+            packed_outputs(folders, resume=resume, overwrite=overwrite)
+
+    def finish(
+        self,
+        context: typer.Context,
+        folders: Mapping[Path, Any],
+        *,
+        resume: bool,
+        overwrite: bool,
+        quiet: bool,
+        on_stderr: bool,
+    ) -> None:
+        if not self.pack:
+            return
+        from sparsellm.pipeline.packing import pack, packed_outputs
+
+        for folder, target in packed_outputs(folders, resume=resume, overwrite=overwrite).items():
+            with displayed(f"packing {folder}", context, quiet=quiet) as observe:
+                result = pack(folder, target, overwrite=overwrite, observe=observe)
+            print_packed(stderr if on_stderr else stdout, result)
 
 
 def pack(
     context: typer.Context,
-    model: options.ToPack,
-    packed: options.PackedOut,
+    model: ToPack,
+    packed: PackedOut,
     *,
-    values: options.PackedValues = None,
-    group_size: options.GroupSize = None,
-    archive: options.Archive = False,
-    allow_dense: options.AllowDense = False,
-    positive_zeros: options.PositiveZeros = False,
-    overwrite: options.OverwritePacked = False,
+    values: PackedValues = None,
+    group_size: GroupSize = None,
+    archive: Archive = False,
+    allow_dense: AllowDense = False,
+    positive_zeros: PositiveZeros = False,
+    overwrite: OverwritePacked = False,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -90,10 +139,10 @@ def print_packed(console: Console, result: Packed) -> None:
 
 def unpack(
     context: typer.Context,
-    packed: options.PackedIn,
-    model: options.UnpackedOut,
+    packed: PackedIn,
+    model: UnpackedOut,
     *,
-    overwrite: options.OverwriteUnpacked = False,
+    overwrite: OverwriteUnpacked = False,
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -116,34 +165,3 @@ def unpack(
         else:
             size = f"{human_bytes(result.dense_bytes)} from {human_bytes(result.packed_bytes)}"
             print_line(stdout, f"{model}: {size}. Every tensor has the checksum that it had when it was packed.")
-
-
-def export(
-    context: typer.Context,
-    model: ToExport,
-    output: ExportedOut,
-    *,
-    values: ExportValues = None,
-    overwrite: OverwriteExported = False,
-    quiet: options.QuietOption = False,
-    as_json: options.JsonOption = False,
-) -> None:
-    """Write a pruned model as integers for vLLM and transformers.
-
-    The format is that of compressed-tensors, with int4 or int8 weights. Zeros stay zero, but save no bytes.
-
-    Example: sparsellm export opt-70 opt-70-int4 --values int4
-    """
-    with report_errors(context):
-        from sparsellm.pipeline.compressed_export import export as export_model
-        from sparsellm.runtime.memory import human_bytes
-
-        with displayed(f"exporting {model}", context, quiet=quiet) as observe:
-            result = export_model(model, output, values=values, overwrite=overwrite, observe=observe)
-        if as_json:
-            print_json(result.to_dict())
-        else:
-            size = f"{human_bytes(result.exported_bytes)} from {human_bytes(result.dense_bytes)}"
-            forms = " and ".join(str(scheme) for scheme in result.schemes)
-            print_line(stdout, f"{output}: {size}; {result.layers:,} layers have {forms}.")
-            print_line(stdout, f"{result.zeros:,} of their weights are zero, which saves no bytes in this format.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -14,19 +14,19 @@ from sparsellm.pipeline.input_digests import check_kept
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.output_folder import WORK, is_finished
 from sparsellm.pipeline.output_lock import locked, not_moved, recover_output, refuse_links, remove
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.prune import prune_run
+from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result, check_output
 from sparsellm.runtime import collectives
 from sparsellm.texts.paths import local_path
 
-Folders = Mapping[Path, Recipe | RecoveryRecipe]
+Folders = Mapping[Path, RunRecipe]
 """The recipe of each output, by the folder that it is written to."""
 
 
-def output_folders(output: str | Path, recipes: Sequence[Recipe | RecoveryRecipe]) -> Folders:
+def output_folders(output: str | Path, recipes: Sequence[RunRecipe]) -> Folders:
     """The folder of each recipe's output: `output` itself for one, else a folder in it, "62.5" for 62.5% and "2-4" for 2:4."""
     if len(recipes) == 1:
         return {Path(output): recipes[0]}
@@ -110,7 +110,7 @@ def run_each(
 
 def _run_into(
     folder: Path,
-    recipe: Recipe | RecoveryRecipe,
+    recipe: RunRecipe,
     runs: RunSet,
     *,
     several: bool,
@@ -134,22 +134,30 @@ def _run_into(
 
 
 @contextmanager
-def locked_runs(output: str | Path, folders: Collection[Path], observe: Observer) -> Iterator[RunSet]:
+def locked_runs(
+    output: str | Path, folders: Collection[Path], observe: Observer, function: Callable[..., Result] = prune_run
+) -> Iterator[RunSet]:
     """The runs that write these folders. Several share the dense model's results, in a work folder in `output`.
 
     For several, `output` is locked for all of the time, and the shared results are removed at the end. After an error they are
     kept if any output is begun, with a note on the error that says how to resume.
 
+    Args:
+        output: The output, or the folder that holds several.
+        folders: The folders of the outputs.
+        observe: Receives the events of all runs.
+        function: Runs a recipe, with the arguments of `prune_run`.
+
     Raises:
         CannotResume: Another process is working on `output`.
     """
     if len(folders) == 1:
-        yield RunSet(observe)
+        yield RunSet(observe, function=function)
         return
     work = local_path(output) / WORK
     with locked(output) if collectives.is_main() else nullcontext():
         try:
-            yield RunSet(observe, work / "dense")
+            yield RunSet(observe, work / "dense", function=function)
         except BaseException as error:
             if collectives.is_main():
                 _clean_up(work, folders, error)

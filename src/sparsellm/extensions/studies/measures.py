@@ -176,11 +176,6 @@ def spoken(measure: str) -> str:
     return f"mean {kind}" if subject == "mean" else f"{kind} on {subject}"
 
 
-def capitalized(text: str) -> str:
-    """The text with a capital letter at its start."""
-    return text[:1].upper() + text[1:]
-
-
 def error_legend(figures: Iterable[Figure]) -> list[str]:
     """The meaning of ± in a table of figures and their changes from the dense model, in sentences."""
     figures, over_items = list(figures), "over sequences or questions"

@@ -11,10 +11,19 @@ from typing import Any, get_origin
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.studies.sweep_cells import (
+    Cell,
+    Published,
+    Sweep,
+    check_known,
+    known_label,
+    label_of,
+    labels_in_words,
+    written,
+)
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import fields_of_others
 from sparsellm.pipeline.recipe_file import explain, read_recipe
-from sparsellm.studies.sweep_cells import Cell, Published, Sweep, check_known, known_label, label_of, labels_in_words, written
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping, read_value
 

@@ -14,6 +14,15 @@ import torch
 from sparsellm.checkpoints.files import checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.extensions.studies.compare import Comparison, read_comparison
+from sparsellm.extensions.studies.figures import style
+from sparsellm.extensions.studies.page import comparison_page, figure_files, page_name, report_page, speed_page
+from sparsellm.extensions.studies.run_again import bench_command
+from sparsellm.extensions.studies.search import Search, search_sparsity
+from sparsellm.extensions.studies.sweep_file import read_sweep
+from sparsellm.extensions.studies.sweep_runner import Outcome, run_sweep
+from sparsellm.extensions.studies.sweep_tables import write_tables
+from sparsellm.extensions.studies.target import Target
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.events import Observer, combine_observers
 from sparsellm.pipeline.keyword_types import PruneKeywords
@@ -26,15 +35,6 @@ from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.speed import measure_bench
 from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.studies.commands import bench_command
-from sparsellm.studies.compare import Comparison, read_comparison
-from sparsellm.studies.figures import style
-from sparsellm.studies.page import comparison_page, figure_files, page_name, report_page, speed_page
-from sparsellm.studies.search import Search, search_sparsity
-from sparsellm.studies.sweep_file import read_sweep
-from sparsellm.studies.sweep_runner import Outcome, run_sweep
-from sparsellm.studies.sweep_tables import write_tables
-from sparsellm.studies.target import Target
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path
 

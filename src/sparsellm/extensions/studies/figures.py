@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsellm.errors import MissingPackage
-from sparsellm.studies.measures import value_with_error
+from sparsellm.extensions.studies.measures import value_with_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
+from sparsellm.extensions.studies.sweep_cells import Cell, Published, Sweep
 from sparsellm.pipeline.own_method import ObjectRecipe
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import fields_of_others
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.studies.sweep_cells import Cell, Published, Sweep
 
 
 def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:

@@ -8,11 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from sparsellm.errors import plural
-from sparsellm.methods import BlockResult, LayerResult, TrainingResult
-from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.training_outcome import WHOLE_MODEL
-from sparsellm.solvers.patterns import Unstructured
-from sparsellm.studies.figures import (
+from sparsellm.extensions.studies.figures import (
     BOUND_MARKS,
     COLOR_MAPS,
     FIGURE_WIDTH,
@@ -22,7 +18,11 @@ from sparsellm.studies.figures import (
     new_figure,
     plain_numbers,
 )
-from sparsellm.studies.measures import short_names, value_with_error
+from sparsellm.extensions.studies.measures import short_names, value_with_error
+from sparsellm.methods import BlockResult, LayerResult, TrainingResult
+from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.training_outcome import WHOLE_MODEL
+from sparsellm.solvers.patterns import Unstructured
 
 if TYPE_CHECKING:
     from matplotlib.colors import Normalize

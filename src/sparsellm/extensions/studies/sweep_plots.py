@@ -7,13 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparsellm.errors import capitalized
+from sparsellm.extensions.studies.figures import (
+    COLORS,
+    FIGURE_WIDTH,
+    INK,
+    Plot,
+    bar_figure,
+    heat_map,
+    new_figure,
+    plain_numbers,
+)
+from sparsellm.extensions.studies.measures import BITS_A_WEIGHT, Figure, headlines, spoken
+from sparsellm.extensions.studies.sweep_cells import Cell, Sweep, labels_in_words
+from sparsellm.extensions.studies.sweep_runner import Outcome
+from sparsellm.extensions.studies.sweep_tables import SEED_AXIS, Row, models
 from sparsellm.pipeline.report import Report
 from sparsellm.solvers.patterns import NM, parse_pattern
-from sparsellm.studies.figures import COLORS, FIGURE_WIDTH, INK, Plot, bar_figure, heat_map, new_figure, plain_numbers
-from sparsellm.studies.measures import BITS_A_WEIGHT, Figure, capitalized, headlines, spoken
-from sparsellm.studies.sweep_cells import Cell, Sweep, labels_in_words
-from sparsellm.studies.sweep_runner import Outcome
-from sparsellm.studies.sweep_tables import SEED_AXIS, Row, models
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

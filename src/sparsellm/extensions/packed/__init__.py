@@ -1,0 +1,8 @@
+"""Packed models: their format, codec, kernels and layers."""
+
+from sparsellm.extension import Extension
+
+EXTENSION = Extension(
+    commands={"pack": "sparsellm.extensions.packed.commands:pack", "unpack": "sparsellm.extensions.packed.commands:unpack"},
+    options={"prune": ("sparsellm.extensions.packed.commands:Packing",)},
+)

@@ -1,0 +1,7 @@
+"""Studies: sweeps, searches and the demo; comparisons, pages and plots. Knows the extensions that pack and recover."""
+
+from sparsellm.extension import Extension
+
+EXTENSION = Extension(
+    commands={name: f"sparsellm.extensions.studies.commands:{name}" for name in ("sweep", "search", "report", "bench", "demo")}
+)

@@ -1,4 +1,0 @@
-"""Several runs: sparsities, search and sweeps; comparisons, figures, and the HTML report.
-
-Imports every folder but `cli`.
-"""
