@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import PACKED_METHOD, STORED_KINDS
+from sparsellm.extensions.packed.packed_files import PACKED_METHOD, STORED_KINDS
 from sparsellm.formats.parts import PARTS
 from tests.fuzzing import damage, replaced
 

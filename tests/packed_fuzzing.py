@@ -34,6 +34,7 @@ import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import SparseLLMError
+from sparsellm.extensions.packed.packed_files import packed_entries
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.linear import PackedLinear
@@ -177,7 +178,7 @@ def digest(base: Base) -> None:
     """Read every tensor, as `verify` and `unpack` do."""
     digests = tensor_digests(base.file)
     sound = base.weights.entries
-    for key, entry in locate_all(base.file)[1].items():
+    for key, entry in packed_entries(base.file).items():
         if key in sound and entry.sha256 == sound[key]["sha256"] and digests[key].digest != base.digests[key].digest:
             raise Wrong(key)
 
@@ -306,7 +307,7 @@ def compare(result: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None, quant
 def run_layers(base: Base, changed: Weights) -> None:
     """Decode packed tensors by what the file says of them, which is compared with no model, and compute with them."""
     packed, _ = read_packed([base.file])
-    stored, _ = locate_all(base.file)
+    stored = locate_all(base.file)
     content = base.file.read_bytes()
     sound = base.weights
     different = [key for key, entry in changed.tensors.items() if sound.tensors.get(key) != entry]

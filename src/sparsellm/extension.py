@@ -34,10 +34,13 @@ class Extension:
         commands: By its name on the command line, a function that `typer` makes a command of.
         options: By the name of a command that runs recipes, classes of further options: subclasses of
             `sparsellm.cli.run_options.RunOptions`.
+        readers: By the `quant_method` in config.json, a reader of weights that are stored in another form: a class with the
+            attributes of `sparsellm.checkpoints.readers.Reader`.
     """
 
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    readers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,26 +88,42 @@ def installed() -> tuple[Installed, ...]:
     )
 
 
+def names_of(door: str) -> list[str]:
+    """The names of all that extensions bring by a door, in alphabetical order."""
+    return sorted({name for extension in installed() for name in getattr(extension.extension, door)})
+
+
+def find(door: str, name: str) -> Any:
+    """What an extension brings by a door under a name, imported; None if there is none.
+
+    Raises:
+        InvalidSetting: Two packages bring it, or it cannot be imported.
+    """
+    found = [x for x in installed() if name in getattr(x.extension, door)]
+    if len(found) > 1:
+        packages = " and ".join(extension.package for extension in found)
+        raise InvalidSetting(f"The packages {packages} both bring {name!r} ({door}). Uninstall one of them.")
+    return found[0].load(getattr(found[0].extension, door)[name]) if found else None
+
+
 def named(door: str, taken: Collection[str] = ()) -> dict[str, Any]:
     """What extensions bring by a door, imported, by name; an InvalidSetting to raise in place of what two packages bring.
 
     What cannot be imported, or has a name that is `taken` by sparsellm itself, is left out with a line in `PROBLEMS`.
     """
     found: dict[str, Any] = {}
-    owners: dict[str, str] = {}
-    for extension in installed():
-        for name, value in getattr(extension.extension, door).items():
-            if name in taken:
-                PROBLEMS.append(f"{name!r} ({door}) of the package {extension.package} is not used: sparsellm has one")
-            elif name in owners:
-                packages = f"{owners[name]} and {extension.package}"
-                found[name] = InvalidSetting(f"The packages {packages} both bring {name!r} ({door}). Uninstall one of them.")
+    for name in names_of(door):
+        owners = [extension.package for extension in installed() if name in getattr(extension.extension, door)]
+        if name in taken:
+            PROBLEMS.append(f"{name!r} ({door}) of the package {' and '.join(owners)} is not used: sparsellm has one")
+            continue
+        try:
+            found[name] = find(door, name)
+        except InvalidSetting as error:
+            if len(owners) > 1:
+                found[name] = error
             else:
-                owners[name] = extension.package
-                try:
-                    found[name] = extension.load(value)
-                except InvalidSetting as error:
-                    PROBLEMS.append(str(error).removesuffix("."))
+                PROBLEMS.append(str(error).removesuffix("."))
     return found
 
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.checkpoints import tensor_index
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
+from sparsellm.extensions.packed.packed_files import packed_entries
+from sparsellm.extensions.packed.reader import PackedWeight
 from sparsellm.formats import packed_checkpoint
 from sparsellm.pipeline import conversion, packed_documents
 from tests.cli.test_bad_input import refused
@@ -79,7 +80,7 @@ def flipped(folder: Path, position: int = -1) -> None:
 
 def dense_flipped(folder: Path) -> None:
     """Change a bit of a tensor that is not packed."""
-    stored, entries = locate_all(folder / "model.safetensors")
+    stored, entries = locate_all(folder / "model.safetensors"), packed_entries(folder / "model.safetensors")
     flipped(folder, next(start for name, (header, start) in stored.items() if name not in entries and header.shape[1:]))
 
 
@@ -155,7 +156,7 @@ def test_shapes_are_compared_before_tensors_are_decoded(values: str | None, outp
                 read()
         with pytest.raises(VerificationFailed, match=key):
             sparsellm.verify(folder)
-    with mock.patch.object(tensor_index, "decode_tensor", side_effect=AssertionError("it was decoded")):
+    with mock.patch.object(PackedWeight, "decode", side_effect=AssertionError("it was decoded")):
         write([right[0] * 2, right[1]])
         with pytest.raises(VerificationFailed, match=rf"{key} .*shape"):
             sparsellm.verify(folder)
@@ -300,7 +301,7 @@ def test_mutated_files_are_refused_in_one_message(inputs: int, packed: Path, tmp
     random, tally = Random(0), Tally()
     source = packed_documents.Source.open(packed)
     expected = packed_documents.read_digests(source)
-    entries = locate_all(packed / "model.safetensors")[1]
+    entries = packed_entries(packed / "model.safetensors")
     for _ in range(inputs):
         file = folder / "model.safetensors"
         file.write_bytes(damage(valid, random))

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.extensions.packed.packed_files import packed_entries
 from sparsellm.pipeline import packed_documents, packing
 from sparsellm.pipeline.quantization_file import read_scales
 from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
@@ -170,7 +170,7 @@ def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path
     sparsellm.pack(outputs["opt"], folder, values="int4")
     expected, random, tally = packed_documents.read_digests(packing.Source.open(folder)), Random(0), Tally()
     file = folder / "model.safetensors"
-    valid, entries = file.read_bytes(), locate_all(file)[1]
+    valid, entries = file.read_bytes(), packed_entries(file)
     for _ in range(300):
         file.write_bytes(damage(valid, random))
         os.utime(file, ns=(tally.tried, tally.tried))

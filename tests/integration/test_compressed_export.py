@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sparsellm
-from sparsellm.checkpoints.quantization_schemes import pack_integers, unpack_integers
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, UnsupportedModel
+from sparsellm.extensions.quantized.schemes import pack_integers, unpack_integers
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.pipeline.packing import pack
 from sparsellm.pipeline.quantization_file import write_scales

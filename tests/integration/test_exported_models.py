@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import sparsellm
-from sparsellm.checkpoints.quantization_schemes import unpack_integers
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
+from sparsellm.extensions.quantized.schemes import unpack_integers
 from sparsellm.pipeline.block_recovery import read_recovery, recovery_plan
 from sparsellm.pipeline.loading import open_model
 from sparsellm.solvers.quantization import expand_groups

@@ -14,17 +14,17 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 729,
+    ".": 748,
     "activations": 1_317,
     "allocation": 661,
-    "checkpoints": 4_181,
+    "checkpoints": 3_152,
     "cli": 1_368,
     "evaluation": 1_055,
-    "extensions": 5_396,
-    "formats": 2_596,
+    "extensions": 6_606,
+    "formats": 2_593,
     "methods": 2_349,
     "models": 2_172,
-    "pipeline": 10_819,
+    "pipeline": 10_817,
     "runtime": 1_463,
     "solvers": 2_557,
     "texts": 2_408,
@@ -32,17 +32,16 @@ LINES = {
 }
 """Lines of Python by folder."""
 
-IMPORTS = 92
+IMPORTS = 72
 """Names that files of the core import from files of extensions, at the top or in a function."""
 
 EXTENSIONS = {
     "recover": """peft training/ pipeline/block_recovery pipeline/recover pipeline/recovery_recipe pipeline/training
         pipeline/training_outcome""",
-    "packed": """formats/ checkpoints/packed_files pipeline/packed_card pipeline/packed_documents pipeline/packed_sizes
+    "packed": """formats/ pipeline/packed_card pipeline/packed_documents pipeline/packed_sizes
         pipeline/packing pipeline/conversion pipeline/decoding_speed pipeline/speed pipeline/speed_record""",
     "integers": """allocation/bits methods/rounding solvers/integers solvers/quantization pipeline/compressed_export
         pipeline/exported pipeline/quantization_file pipeline/quantized_output""",
-    "quantized": "checkpoints/quantization_schemes checkpoints/quantized_weights",
     "moved": "extensions/",
 }
 """The files that will be extensions, by name."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsellm.checkpoints.headers import quantized_weights
+from sparsellm.checkpoints.headers import stored_weights
 from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
     Stored,
@@ -105,7 +105,7 @@ class DiskWeights:
         locations = {name: self._locations[name] for name in names}
         file = next(location.file for location in locations.values())
         is_stored = all(location == TensorLocation(file, name) for name, location in locations.items())
-        is_stored = is_stored and file.suffix == ".safetensors" and not quantized_weights(file)
+        is_stored = is_stored and file.suffix == ".safetensors" and not stored_weights(file)
         return file if is_stored and set(keys_of(file)) == set(locations) else None
 
     def read(self, name: str) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.documents import folder_for_transformers
-from sparsellm.checkpoints.headers import FLOATS, TensorHeader
+from sparsellm.checkpoints.headers import FLOATS
+from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
     Stored,

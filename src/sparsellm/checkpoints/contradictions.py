@@ -15,7 +15,8 @@ import torch
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.configuration import config_parts
 from sparsellm.checkpoints.files import SHARDS
-from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
+from sparsellm.checkpoints.headers import locate_all, read_headers
+from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.checkpoints.stored_form import is_computed
 from sparsellm.checkpoints.tensor_index import TensorLocation, stored_row_chunks
 from sparsellm.errors import BadCheckpoint, plural
@@ -128,7 +129,7 @@ def check_index(
     stored = set(headers)
     for file in files:
         if file.suffix == ".safetensors":  # also the parts of packed tensors
-            stored |= set(locate_all(file)[0])
+            stored |= set(locate_all(file))
     tied = tied_names(model)
     groups = {first for key, first in tied.items() if key in stored or key.partition(".")[2] in stored}  # without a prefix
     absent = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import PACKED_METHOD, PackedEntry, can_hold, parse_entries, parts_of
-from sparsellm.checkpoints.quantization_schemes import PartHeader
-from sparsellm.checkpoints.quantized_weights import (
-    QuantizedFiles,
-    QuantizedWeight,
-    find_weights,
-    quantization_settings,
-    scheme_of,
-)
+from sparsellm.checkpoints.readers import FoundWeights, StoredWeight, TensorHeader, quantization_settings, reader_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.texts.json_files import read_json
@@ -60,30 +50,11 @@ ZIP = b"PK\x03\x04"
 """First bytes of a .bin file since torch 1.6."""
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """Dtype (its name in torch, such as "float32") and shape of a tensor in a file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes; of dtypes with less than a byte for a number, that of whole bytes."""
-        dtype: torch.dtype | None = getattr(torch, self.dtype, None)
-        return self.numel * (1 if dtype is None else dtype.itemsize)
-
-
 def read_headers(file: Path, decoded: bool = True) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in a .safetensors or .bin file, by name.
 
     Args:
-        decoded: Whether the parts of a quantized weight (see `quantized_weights`) count as it, as they do of a packed one.
+        decoded: Whether the parts of a weight of another form (see `stored_weights`) count as it; they do if it is lossless.
 
     Raises:
         BadCheckpoint: The file is damaged, truncated, or holds more than tensors.
@@ -115,13 +86,13 @@ def check_dtypes(name: str, headers: Mapping[str, TensorHeader], *, packed: bool
 
 
 def file_metadata(files: Iterable[Path]) -> dict[str, str]:
-    """Return the metadata of weight files for those that are made from them: without the list of packed tensors."""
+    """Return the metadata of weight files for those that are made from them."""
     found: dict[str, str] = {"format": "pt"}
     for file in files:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="numpy") as stream:
                 found = {**(stream.metadata() or {}), **found}
-    return {key: found[key] for key in sorted(found) if key != PACKED_METHOD}
+    return {key: found[key] for key in sorted(found)}
 
 
 def is_zip(file: Path) -> bool:
@@ -159,21 +130,21 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
 
 def locate_tensor(file: Path, key: str) -> tuple[TensorHeader, int]:
     """Return the header and the position of the first byte of a tensor in a safetensors file that was checked before."""
-    return locate_all(file)[0][key]
+    return locate_all(file)[key]
 
 
-def quantized_weights(file: Path) -> Mapping[str, QuantizedWeight]:
-    """Return the quantized weights in a safetensors file, by name."""
-    files = quantized_files(file.parent)
-    return {} if files is None else files.weights.get(file, {})
+def stored_weights(file: Path) -> Mapping[str, StoredWeight]:
+    """Return the weights in a safetensors file that are stored in another form, by name."""
+    found = found_weights(file.parent)
+    return {} if found is None else found.weights.get(file, {})
 
 
-def quantized_files(folder: Path) -> QuantizedFiles | None:
-    """Return what the files of a quantized checkpoint hold; None if config.json does not say that it is one.
+def found_weights(folder: Path) -> FoundWeights | None:
+    """Return the weights of a checkpoint that are stored in another form; None if config.json does not say that they are.
 
     Raises:
         BadCheckpoint: The tensors contradict each other or config.json.
-        UnsupportedModel: The weights are quantized in a way that is not read.
+        UnsupportedModel: The form is not read.
     """
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
     if not config.is_file() or not _is_quantized(config, _stamp(config)):
@@ -181,7 +152,7 @@ def quantized_files(folder: Path) -> QuantizedFiles | None:
     single = ("model.safetensors",)  # which transformers reads before an index
     names = single if (folder / single[0]).is_file() or not index.is_file() else _weight_files(index, _stamp(index))
     files = tuple(folder / name for name in names if (folder / name).is_file())
-    return _quantized_files(config, files, tuple(map(_stamp, (config, *files))))
+    return _found_weights(config, files, tuple(map(_stamp, (config, *files))))
 
 
 def _stamp(file: Path) -> tuple[int, int]:
@@ -192,10 +163,9 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=32)
 def _is_quantized(config: Path, _: tuple[int, int]) -> bool:
-    """Return whether config.json says that the weights are quantized, other than by this package."""
+    """Return whether config.json says that the weights are stored in another form."""
     fields = read_json(config, BadCheckpoint)
-    settings = quantization_settings(fields) if isinstance(fields, dict) else None
-    return settings is not None and settings.get("quant_method") != PACKED_METHOD
+    return isinstance(fields, dict) and quantization_settings(fields) is not None
 
 
 @lru_cache(maxsize=8)
@@ -205,15 +175,13 @@ def _weight_files(index: Path, _: tuple[int, int]) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _quantized_files(config: Path, files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> QuantizedFiles:
-    """Return what `quantized_files` does; files that changed are read again."""
-    fields = read_json(config, BadCheckpoint)
-    scheme = scheme_of(config.parent.name, fields)
-    assert scheme is not None
-    headers = {
-        file: {key: PartHeader(x.dtype, x.shape) for key, x in read_headers(file, decoded=False).items()} for file in files
-    }
-    return find_weights(fields, scheme, headers, read_small_tensor)
+def _found_weights(config: Path, files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> FoundWeights:
+    """Return what `found_weights` does; files that changed are read again."""
+    reader = reader_of(config.parent.name, read_json(config, BadCheckpoint))
+    assert reader is not None
+    read = {file: _stored_headers(file) for file in files}
+    headers, metadata = {file: found for file, (found, _) in read.items()}, {file: found for file, (_, found) in read.items()}
+    return reader.find(headers, metadata, read_small_tensor)
 
 
 def read_small_tensor(file: Path, key: str) -> bytes:
@@ -224,30 +192,36 @@ def read_small_tensor(file: Path, key: str) -> bytes:
         return stream.read(header.nbytes)
 
 
-def locate_all(file: Path) -> tuple[dict[str, tuple[TensorHeader, int]], dict[str, PackedEntry]]:
-    """Return what `locate_tensor` does for every tensor and every part in a file, and its packed tensors."""
-    status = file.stat()
-    return _locate_tensors(file, status.st_mtime_ns, status.st_size)
+def locate_all(file: Path) -> dict[str, tuple[TensorHeader, int]]:
+    """Return what `locate_tensor` does for every tensor in a file."""
+    return _locate_tensors(file, *_stamp(file))
 
 
 @lru_cache(maxsize=128)
-def _locate_tensors(
-    file: Path, _modified: int, _size: int
-) -> tuple[dict[str, tuple[TensorHeader, int]], dict[str, PackedEntry]]:
+def _locate_tensors(file: Path, _modified: int, _size: int) -> dict[str, tuple[TensorHeader, int]]:
     """Return what `locate_all` does; a file that changed is read again."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(length))
-        packed = parse_entries(file, entries.pop("__metadata__", None))
-        located = {
-            key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
-            for key, entry in entries.items()
-        }
-        return located, packed
+    entries.pop("__metadata__", None)
+    return {
+        key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
+        for key, entry in entries.items()
+    }
 
 
 def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
-    """Return the headers of a safetensors file. The library checks them against the file size.
+    """Return the headers of the tensors of a safetensors file, with weights of another form in place of their parts."""
+    headers, found = _stored_headers(file)[0], found_weights(file.parent)
+    if found is None or not (decoded or found.lossless):
+        return headers
+    weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in found.weights.get(file, {}).items()}
+    plain = {key: header for key, header in headers.items() if key not in found.hidden and key not in weights}
+    return dict(sorted((weights | plain).items()))
+
+
+def _stored_headers(file: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
+    """Return the headers and the metadata of a safetensors file. The library checks them against the file size.
 
     It opens the file as numpy does, read-only: torch's own mapping is refused by the system for files larger than its memory.
     """
@@ -255,41 +229,10 @@ def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
         with safe_open(file, framework="numpy") as stream:
             slices = {key: stream.get_slice(key) for key in sorted(stream.keys())}
             headers = {key: TensorHeader(KINDS[view.get_dtype()], tuple(view.get_shape())) for key, view in slices.items()}
-            entries = parse_entries(file, stream.metadata())
+            return headers, stream.metadata() or {}
     except (SafetensorError, KeyError, OSError) as error:
         raise_unless_damaged(error)
         reason = str(error).splitlines()[0][:120]
         raise BadCheckpoint(
             f"{file.name} is damaged or cut off, or no safetensors file: {reason}. Download it again."
         ) from None
-    if entries:
-        headers = _unpacked_headers(file, headers, entries)
-    quantized = quantized_files(file.parent) if decoded else None
-    if quantized is None:
-        return headers
-    weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in quantized.weights.get(file, {}).items()}
-    plain = {key: header for key, header in headers.items() if key not in quantized.hidden and key not in weights}
-    return dict(sorted((weights | plain).items()))
-
-
-def _unpacked_headers(
-    file: Path, headers: Mapping[str, TensorHeader], entries: Mapping[str, PackedEntry]
-) -> dict[str, TensorHeader]:
-    """Return headers with those of packed tensors in place of those of their parts. Their sizes are what the parts can hold."""
-    parts: set[str] = set()
-    if "-of-" in file.name:  # transformers writes the list of all shards into each
-        entries = {key: entry for key, entry in entries.items() if key in headers}
-    for key, entry in entries.items():
-        names = parts_of(key, headers).values()
-        are_bytes = all(headers[name].dtype == "uint8" and len(headers[name].shape) == 1 for name in names)
-        size = sum(headers[name].numel for name in names)
-        if key not in headers or not are_bytes or not can_hold(size, entry.matrix):
-            raise BadCheckpoint(
-                f"{file.name} is damaged: {key[:80]} of shape {entry.shape} cannot be in parts of {size:,} bytes. "
-                "Get a sound copy of the file."
-            )
-        parts |= set(names)
-    if left := next((key for key in headers if key not in parts and len(parts_of(key, headers)) > 1), None):
-        raise BadCheckpoint(f"{file.name} is damaged: it does not list {left[:80]}, of which it holds the parts.")
-    unpacked = {key: TensorHeader(entry.dtype, entry.shape) for key, entry in entries.items()}
-    return dict(sorted((unpacked | {key: header for key, header in headers.items() if key not in parts}).items()))

@@ -22,9 +22,9 @@ from sparsellm.checkpoints.configuration import (
 from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
 from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name, short_name
-from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, quantized_files
+from sparsellm.checkpoints.headers import check_dtypes, found_weights
 from sparsellm.checkpoints.opening import open_files, open_folder
-from sparsellm.checkpoints.packed_files import PACKED_METHOD
+from sparsellm.checkpoints.readers import TensorHeader, is_lossless
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
@@ -84,8 +84,8 @@ class Checkpoint:
     def dtype(self, name: str = "auto") -> torch.dtype:
         """Return the dtype to load in: that of the name; for "auto" that of the configuration or else of the weight files."""
         dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name)
-        if dtype is None and (quantized := quantized_files(self.folder)):
-            dtype = getattr(torch, quantized.dtype)
+        if dtype is None and (found := found_weights(self.folder)) and found.dtype:
+            dtype = getattr(torch, found.dtype)
         return dtype if isinstance(dtype, torch.dtype) else stored_dtype(self.files()[0])
 
     def stream(
@@ -182,7 +182,7 @@ class InMemoryModel:
     @property
     def packed(self) -> bool:
         """Whether the model computes with packed weights."""
-        return getattr(self.model, "quantization_method", None) == PACKED_METHOD
+        return is_lossless(getattr(self.model, "quantization_method", None))
 
     @property
     def length(self) -> int:

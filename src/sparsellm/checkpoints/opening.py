@@ -10,9 +10,8 @@ from typing import Any
 from sparsellm.checkpoints.configuration import check_kind, read_config
 from sparsellm.checkpoints.documents import ADAPTER, QUANTIZATION_KEYS, documents_of
 from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint, short_name
-from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, quantized_files, read_all_headers
-from sparsellm.checkpoints.packed_files import is_packed
-from sparsellm.checkpoints.quantized_weights import scheme_of
+from sparsellm.checkpoints.headers import check_dtypes, found_weights, read_all_headers
+from sparsellm.checkpoints.readers import TensorHeader, reader_of
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.errors import UnsupportedModel, checkpoint_errors
@@ -72,9 +71,11 @@ def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool =
         UnsupportedModel: The model cannot be pruned.
     """
     fields = read_config(name, folder)
-    if (found_packed := is_packed(name, fields)) and not packed:
+    reader = reader_of(name, fields)
+    found_packed = reader is not None and reader.lossless
+    if found_packed and not packed:
         raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
-    is_quantized = not found_packed and scheme_of(name, fields) is not None
+    is_quantized = reader is not None and not found_packed
     fields = without_quantization(fields)
     check_kind(name, fields, trusted)
     files = check_files(name, folder)
@@ -102,12 +103,12 @@ def without_quantization(fields: dict[str, Any]) -> dict[str, Any]:
 
 def describe_quantization(name: str, folder: Path) -> str:
     """Return how the weights of a checkpoint are quantized, in a sentence; empty if they are not."""
-    quantized = quantized_files(folder)
-    if quantized is None:
+    found = found_weights(folder)
+    if found is None or found.lossless:
         return ""
     files = check_files(name, folder)
     parameters = sum(header.numel for header in read_all_headers(files).values())
-    return quantized.describe(name, sum(file.stat().st_size for file in files), parameters)
+    return found.describe(name, sum(file.stat().st_size for file in files), parameters)
 
 
 def _tell_adapter(name: str, folder: Path) -> None:

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import locate_all, quantized_weights, read_headers
-from sparsellm.checkpoints.quantization_schemes import GPTQ
+from sparsellm.checkpoints.headers import locate_all, read_headers, stored_weights
 from sparsellm.checkpoints.tensor_index import ConvertedTensor, Stored, TensorLocation, index_tensors, locations_of, read_stored
 from sparsellm.errors import BadCheckpoint, dtype_name
 from sparsellm.models.blocks import blocks_of
@@ -35,8 +34,8 @@ def is_computed(key: str, shape: Sequence[int]) -> bool:
 
 def is_added_bias(key: str, location: TensorLocation) -> bool:
     """Whether a tensor that the model lacks is the bias of a layer of GPTQ; raise BadCheckpoint unless it is 0."""
-    weight = quantized_weights(location.file).get(f"{key.removesuffix('bias')}weight") if key.endswith(".bias") else None
-    if weight is None or not isinstance(weight.scheme, GPTQ):
+    weight = stored_weights(location.file).get(f"{key.removesuffix('bias')}weight") if key.endswith(".bias") else None
+    if weight is None or not weight.adds_bias:
         return False
     if read_stored(location).any():
         raise BadCheckpoint(f"{location.file.name} holds {key[:120]}, which is not 0, and the model has no such bias.")
@@ -162,7 +161,7 @@ def write_index(folder: Path, names: Sequence[str]) -> None:
     """Write the index of several weight files in a folder."""
     if len(names) == 1:
         return
-    stored = {name: locate_all(folder / name)[0] for name in names}
+    stored = {name: locate_all(folder / name) for name in names}
     places = {key: name for name, tensors in stored.items() for key in tensors}
     headers = [header for tensors in stored.values() for header, _ in tensors.values()]
     index = {"metadata": {"total_size": sum(header.nbytes for header in headers)}, "weight_map": dict(sorted(places.items()))}

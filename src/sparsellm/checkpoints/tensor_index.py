@@ -18,15 +18,13 @@ from torch import Tensor
 
 from sparsellm.checkpoints.headers import (
     FLOATS,
+    found_weights,
     is_zip,
-    locate_all,
     locate_tensor,
-    quantized_weights,
     read_headers,
     read_pickle,
+    stored_weights,
 )
-from sparsellm.checkpoints.packed_files import decode_tensor, parts_of
-from sparsellm.checkpoints.quantized_weights import QuantizedWeight
 from sparsellm.errors import BadCheckpoint
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite, count_negative_zeros, count_zeros
@@ -192,32 +190,23 @@ def read_finite(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def read_all(files: Iterable[Path], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read the tensors of several files, by their stored names, decoded if they are packed or quantized, those to `dtype`."""
+    """Read the tensors of several files, by their stored names, those of another form decoded, to `dtype` if that may be."""
     return {key: _read(TensorLocation(file, key), dtype) for file in files for key in read_headers(file)}
 
 
 def _read(location: TensorLocation, dtype: torch.dtype | None = None) -> Tensor:
-    """Read a stored tensor into new memory, decoded if it is packed or quantized, without leaving the file mapped."""
+    """Read a stored tensor into new memory, decoded if it is stored in another form, without leaving the file mapped."""
     with _read_errors(location):
         if location.file.suffix != ".safetensors":
             return read_pickle(location.file)[location.key].clone()
-        stored, packed = locate_all(location.file)
-        if weight := quantized_weights(location.file).get(location.key):
-            return _read_quantized(location, weight, dtype)
-        if location.key not in packed:
+        weight = stored_weights(location.file).get(location.key)
+        if weight is None:
             return _read_elements(location, 0, None)
-        names = parts_of(location.key, stored)
-        parts = {part: _read_elements(TensorLocation(location.file, name), 0, None) for part, name in names.items()}
-    return decode_tensor(location.file, location.key, packed[location.key], parts=parts)
-
-
-def _read_quantized(location: TensorLocation, weight: QuantizedWeight, dtype: torch.dtype | None) -> Tensor:
-    """Read the parts of a quantized weight, and dequantize it."""
-    parts = {ending: _read_elements(TensorLocation(file, key), 0, None) for ending, (file, key) in weight.parts.items()}
+        parts = {part: _read_elements(TensorLocation(file, key), 0, None) for part, (file, key) in weight.parts.items()}
     try:
-        return weight.dequantize(parts, dtype or getattr(torch, weight.dtype))
+        return weight.decode(parts, dtype)
     except (IndexError, ArithmeticError, BadCheckpoint) as error:
-        reason = error if isinstance(error, BadCheckpoint) else "its parts do not fit each other"
+        reason = str(error).removesuffix(".") if isinstance(error, BadCheckpoint) else "its parts do not fit each other"
         raise BadCheckpoint(f"{location.file.name}: {location.key}: {reason}. Get a sound copy of the file.") from error
 
 
@@ -227,17 +216,18 @@ def stored_row_chunks(location: TensorLocation, dtype: torch.dtype | None = None
     Args:
         location: Where it is stored.
         dtype: As in `read_stored`.
-        decoded: Whether a quantized weight is dequantized; otherwise the stored tensor of that name is read.
+        decoded: Whether a weight of another form is decoded. Otherwise its parts are read, unless the form is lossless.
     """
     if location.file.suffix != ".safetensors":
         yield _read(location)
         return
     with _read_errors(location):
-        packed = locate_all(location.file)[1].get(location.key)
-        entry = packed or (quantized_weights(location.file).get(location.key) if decoded else None)
-        shape = torch.Size(entry.shape if entry else locate_tensor(location.file, location.key)[0].shape)
+        found = found_weights(location.file.parent)
+        weights = found.weights.get(location.file, {}) if found and (decoded or found.lossless) else {}
+        weight = weights.get(location.key)
+        shape = torch.Size(weight.shape if weight else locate_tensor(location.file, location.key)[0].shape)
     rows = max(1, READ_ELEMENTS // max(shape[1:].numel(), 1))
-    if entry:
+    if weight:
         yield from _read(location, dtype).split(rows)
         return
     for start in range(0, shape[0], rows) if len(shape) and shape.numel() > READ_ELEMENTS else (None,):

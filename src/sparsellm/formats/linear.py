@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting, dtype_name
+from sparsellm.extensions.packed.packed_files import PackedEntry
 from sparsellm.formats import csr_triton
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype
 from sparsellm.formats.encoding import decode_parts, encode

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import TensorHeader, locate_all, read_headers
-from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
+from sparsellm.checkpoints.headers import locate_all, read_headers
+from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.packed.packed_files import PackedEntry, packed_entries, parts_of
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.formats.packed_tensors import decode_matrix
@@ -75,9 +76,8 @@ def read_packed(files: Iterable[Path]) -> tuple[dict[str, PackedTensor], set[str
     entries: dict[str, PackedEntry] = {}
     for file in files:
         read_headers(file)  # which checks what `locate_all` reads
-        located, listed = locate_all(file)
-        headers |= {name: header for name, (header, _) in located.items()}
-        entries |= listed
+        headers |= {name: header for name, (header, _) in locate_all(file).items()}
+        entries |= packed_entries(file)
     packed = {
         key: PackedTensor(entry, parts_of(key, headers), headers[key].numel) for key, entry in entries.items() if key in headers
     }

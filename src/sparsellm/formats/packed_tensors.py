@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import PackedEntry, register_decoder
 from sparsellm.errors import dtype_name
+from sparsellm.extensions.packed.packed_files import PackedEntry
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.encoding import decode_parts, encode
-from sparsellm.formats.parts import PARTS
 from sparsellm.solvers.integers import mask_bits
 from sparsellm.solvers.quantization import Scales
 
@@ -112,6 +111,3 @@ def pack_again(name: str, tensor: Tensor, entry: PackedEntry, scales: Tensor | N
             matrix = Bitmask.from_quantized(exact, exact.integers != 0)
             return pack_quantized(name, matrix, replace(entry, dtype=dtype_name(tensor.dtype)))
     return encode_tensor(name, tensor), PackedEntry.of(tensor)
-
-
-register_decoder(PARTS, lambda parts, entry: dense_tensor(decode_matrix(parts, entry), entry))

@@ -23,8 +23,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from sparsellm.checkpoints.files import checkpoint_name
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.machine_cache import use_cache
-from sparsellm.checkpoints.packed_files import PACKED_METHOD, PACKED_VERSION, is_packed, metadata_of, parts_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name
+from sparsellm.extensions.packed.packed_files import PACKED_METHOD, PACKED_VERSION, metadata_of, parts_of
+from sparsellm.extensions.packed.reader import PackedReader
 from sparsellm.formats import kernels
 from sparsellm.formats.linear import DenseLinear, PackedLinear
 from sparsellm.formats.packed_checkpoint import read_packed
@@ -47,7 +48,7 @@ class SparseLLMConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(self, version: int = PACKED_VERSION, **fields: Any) -> None:
         self.__dict__.update(fields, quant_method=PACKED_METHOD, version=version)
-        is_packed("The checkpoint", {"quantization_config": vars(self)})  # checks the version
+        PackedReader("The checkpoint", {"quantization_config": vars(self)})  # checks the version
 
 
 @register_quantizer(PACKED_METHOD)

@@ -16,11 +16,11 @@ from sparsellm.checkpoints.comparison import layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.packed_files import FileWriter
-from sparsellm.checkpoints.quantization_schemes import pack_integers, unpack_integers
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.extensions.packed.packed_files import FileWriter
+from sparsellm.extensions.quantized.schemes import pack_integers, unpack_integers
 from sparsellm.pipeline.conversion import Observe, converted, finish
 from sparsellm.pipeline.exported import MAX_EXPORTED_GROUP, export_format
 from sparsellm.pipeline.output_folder import CARD, SCALES_FILE

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoints.headers import file_metadata
-from sparsellm.checkpoints.packed_files import PACKED_VERSION, FileWriter
 from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.errors import VerificationFailed, checkpoint_errors
+from sparsellm.extensions.packed.packed_files import PACKED_METHOD, PACKED_VERSION, FileWriter
 from sparsellm.pipeline.estimates import check_disk, free_disk
 from sparsellm.pipeline.output_folder import REPORT, WORK
 from sparsellm.pipeline.output_lock import locked, replacing
@@ -71,7 +71,8 @@ def converted(
             with raise_system_errors(path, needed):
                 for file, target in left.items():
                     observe(f"{verb} {file.name}")
-                    with FileWriter(finished / target, file_metadata([file])) as writer, checkpoint_errors(source.name):
+                    metadata = {key: x for key, x in file_metadata([file]).items() if key != PACKED_METHOD}
+                    with FileWriter(finished / target, metadata) as writer, checkpoint_errors(source.name):
                         convert(file, writer)
                 observe("reading back what was written")
                 with replacing(path) as work, unchanged(source.stamps):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from sparsellm.checkpoints.comparison import StoredTensors, compare
-from sparsellm.checkpoints.headers import quantized_weights
+from sparsellm.checkpoints.headers import found_weights
 from sparsellm.checkpoints.tensor_index import locations_of
 from sparsellm.pipeline.output_folder import REPORT
 from sparsellm.pipeline.outputs import Output, read_output
@@ -29,8 +29,9 @@ def exported_weights(tensors: StoredTensors) -> dict[str, IntegerFormat]:
     found = {}
     for name, stored in tensors.files.items():
         for location in locations_of(stored):
-            weight = quantized_weights(location.file).get(location.key)
-            if weight and weight.integers:
+            found_in = found_weights(location.file.parent)
+            weights = found_in.weights.get(location.file, {}) if found_in and not found_in.lossless else {}
+            if (weight := weights.get(location.key)) and weight.integers:
                 found[name] = weight.integers
     return found
 

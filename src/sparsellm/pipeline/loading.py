@@ -19,7 +19,6 @@ from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.checkpoints.tokenizers import NoTokenizer
 from sparsellm.errors import BadCheckpoint, MissingPackage, TooLarge, UnsupportedModel, first_line
-from sparsellm.formats import packed_tensors as packed_tensors  # so that packed tensors are decoded where they are read
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode

@@ -14,12 +14,12 @@ from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, docum
 from sparsellm.checkpoints.files import check_files, checkpoint_name
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.opening import open_folder
-from sparsellm.checkpoints.packed_files import is_packed, parts_of
-from sparsellm.checkpoints.quantized_weights import quantization_settings
+from sparsellm.checkpoints.readers import quantization_settings
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting, checkpoint_errors
+from sparsellm.extensions.packed.packed_files import is_packed, packed_entries, parts_of
 from sparsellm.pipeline.output_folder import ANEW, REPORT
 from sparsellm.pipeline.outputs import read_finished
 from sparsellm.pipeline.packed_sizes import MatrixSize
@@ -57,7 +57,7 @@ class Source:
     def check_plain(self, verb: str) -> None:
         """Raise InvalidSetting for a quantized model, which `verb` does not apply to; one that is packed passes."""
         settings = quantization_settings(self.fields)
-        if settings is not None and not is_packed(self.name, self.fields):
+        if settings is not None and not is_packed(self.fields):
             method = str(settings.get("quant_method", "unknown"))[:40]
             raise InvalidSetting(
                 f"{self.name} is quantized already ({method}). {verb} the plain checkpoint that it was made from."
@@ -85,7 +85,7 @@ def matrix_sizes(files: Sequence[Path], digests: Mapping[str, TensorDigest], *, 
     """
     sizes = []
     for file in files:
-        stored, entries = locate_all(file)
+        stored, entries = locate_all(file), packed_entries(file)
         for name in (name for name in stored if name in digests and len(digests[name].shape) > 1):
             parts = parts_of(name, stored).values() if name in entries else ()
             size = sum(stored[part][0].numel for part in parts) if parts else digests[name].nbytes

@@ -15,7 +15,9 @@ from sparsellm.checkpoints.comparison import StoredTensors, layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.packed_files import (
+from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
+from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
+from sparsellm.extensions.packed.packed_files import (
     PACKED_METHOD,
     PACKED_VERSION,
     FileWriter,
@@ -24,8 +26,6 @@ from sparsellm.checkpoints.packed_files import (
     is_packed,
     metadata_of,
 )
-from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
-from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 from sparsellm.pipeline.conversion import Observe, converted, finish
@@ -167,7 +167,7 @@ def pack(
         TooLarge: The disk has too little room.
     """
     source = Source.open(model)
-    if is_packed(source.name, source.fields):
+    if is_packed(source.fields):
         raise InvalidSetting(
             f"{model} is packed already. To change its form, unpack it first: sparsellm unpack {model} FOLDER."
         )
@@ -223,7 +223,7 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         TooLarge: The disk has too little room.
     """
     source = Source.open(packed)
-    if not is_packed(source.name, source.fields):
+    if not is_packed(source.fields):
         raise InvalidSetting(
             f"{packed} is not packed: its config.json has no `quantization_config` of sparsellm. Use it as it is."
         )

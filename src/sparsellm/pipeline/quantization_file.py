@@ -14,11 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import locate_all, quantized_weights
-from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
-from sparsellm.checkpoints.quantized_weights import QuantizedWeight
+from sparsellm.checkpoints.headers import locate_all, stored_weights
 from sparsellm.checkpoints.tensor_index import Stored, TensorLocation, locations_of, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.extensions.packed.packed_files import packed_entries, parts_of
 from sparsellm.formats.integer_encoding import decode_scales
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
@@ -103,7 +102,7 @@ def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
     """Return the scales of the quantized tensors in packed weight files, by stored name."""
     found = {}
     for file in files:
-        stored, entries = locate_all(file)
+        stored, entries = locate_all(file), packed_entries(file)
         for name, format in ((key, entry.integers) for key, entry in entries.items() if key in stored):
             if format is None:
                 continue
@@ -124,12 +123,10 @@ def quantized_tensors(tensors: Mapping[str, Stored | Tensor]) -> dict[str, Integ
     for name, stored in tensors.items():
         for location in locations_of(stored):
             if location.file not in listed:
-                entries: list[tuple[str, PackedEntry | QuantizedWeight]] = []
-                if location.file.suffix == ".safetensors":
-                    entries += [*locate_all(location.file)[1].items(), *quantized_weights(location.file).items()]
+                weights = stored_weights(location.file) if location.file.suffix == ".safetensors" else {}
                 scales = read_scales(location.file.parent)
-                packed = {key: x.integers for key, x in entries if x.integers is not None}
-                listed[location.file] = packed | {key: x.format for key, x in scales.items()}
+                integers = {key: x.integers for key, x in weights.items() if x.integers is not None}
+                listed[location.file] = integers | {key: x.format for key, x in scales.items()}
             if location.key in listed[location.file]:
                 found.setdefault(name, listed[location.file][location.key])
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsellm.checkpoints.block_loader import DiskWeights, tied_names
 from sparsellm.checkpoints.comparison import StoredTensors, bit_identical, compare, layers_by_parameter
 from sparsellm.checkpoints.files import check_files
-from sparsellm.checkpoints.headers import locate_all, read_headers
+from sparsellm.checkpoints.headers import read_headers, stored_weights
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import (
@@ -254,7 +254,7 @@ def _digests_in(folder: Path, names: Sequence[str]) -> tuple[dict[str, TensorDig
         if name.endswith(".safetensors") and "/" not in name:  # those in subfolders belong to other modules
             try:
                 digests |= tensor_digests(folder / name)
-            except (BadCheckpoint, SafetensorError) as error:
+            except (BadCheckpoint, UnsupportedModel, SafetensorError) as error:
                 unreadable.append(first_line(error))
     return digests, unreadable
 
@@ -263,9 +263,9 @@ def _shape_differences(folder: Path, names: Sequence[str], recorded: Mapping[str
     """Packed tensors in these files of other shapes than in the report, which are not decoded. Other faults are found later."""
     differences = []
     for file in (folder / name for name in names if name.endswith(".safetensors") and "/" not in name):
-        with suppress(OSError, SafetensorError):
+        with suppress(OSError, SafetensorError, UnsupportedModel):
             headers = read_headers(file)
-            packed = locate_all(file)[1]
+            packed = stored_weights(file)
             differences += [shape_difference(key, headers[key].shape, recorded) for key in headers if key in packed]
     return [difference for difference in differences if difference]
 

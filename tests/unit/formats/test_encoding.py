@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, can_hold
 from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.packed.packed_files import NUMBERS_A_BYTE, PackedEntry, can_hold
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, bits_of
 from sparsellm.formats.encoding import decode_parts, encode
 from sparsellm.formats.packed_tensors import decode_matrix, dense_tensor, estimated_bytes

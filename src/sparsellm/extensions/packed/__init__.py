@@ -5,4 +5,5 @@ from sparsellm.extension import Extension
 EXTENSION = Extension(
     commands={"pack": "sparsellm.extensions.packed.commands:pack", "unpack": "sparsellm.extensions.packed.commands:unpack"},
     options={"prune": ("sparsellm.extensions.packed.commands:Packing",)},
+    readers={"sparsellm": "sparsellm.extensions.packed.reader:PackedReader"},
 )

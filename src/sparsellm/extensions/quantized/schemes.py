@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.errors import BadCheckpoint
 from sparsellm.solvers.integers import IntegerFormat
 
@@ -44,14 +45,6 @@ LARGEST_BLOCK = 2**31
 
 class Contradiction(Exception):
     """Tensors that are not what the scheme says. The message says what is wrong with them."""
-
-
-@dataclass(frozen=True)
-class PartHeader:
-    """Dtype (its name in torch) and shape of a stored tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 ReadPart = Callable[[str], bytes]
@@ -123,7 +116,7 @@ class Scheme(ABC):
         """The scheme, for notes and messages."""
 
     @abstractmethod
-    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         """Return the layout of a weight.
 
         Args:
@@ -164,7 +157,7 @@ class Float8(Scheme):
     def name(self) -> str:
         return "FP8" + (f" in blocks of {self.block[0]} x {self.block[1]}" if self.block else "")
 
-    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         weight = parts[""]
         if weight.dtype not in FLOAT8:
             raise Contradiction(f"is in {weight.dtype}")
@@ -180,7 +173,7 @@ class MXFP4(Scheme):
     numbers_in, scales_in, transposed = ("_blocks",), "_scales", True
     name = "MXFP4"
 
-    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         blocks, scales = parts["_blocks"], parts["_scales"]
         if (blocks.dtype, scales.dtype, len(blocks.shape)) != ("uint8", "uint8", 4) or blocks.shape[:3] != scales.shape:
             raise Contradiction(f"has numbers {_said(blocks)} and scales {_said(scales)}")
@@ -230,7 +223,7 @@ class CompressedTensors(Scheme):
             and not formats & {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mxfp6-pack-quantized"}
         )
 
-    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         scale = parts["weight_scale"]
         if "weight" in parts:
             weight = parts["weight"]
@@ -244,7 +237,7 @@ class CompressedTensors(Scheme):
             return Layout(shape, 4, block_of(shape, scale, None, (*SCALES, "float8_e4m3fn", "uint8")), "floats")
         return self._packed_layout(parts, read)
 
-    def _packed_layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def _packed_layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         """Return the layout of integers in words of 32 bits."""
         packed, scale = parts["weight_packed"], parts["weight_scale"]
         stored = parts.get("weight_shape")
@@ -303,7 +296,7 @@ class BitsAndBytes4(Scheme):
     others = (".quant_map", ".nested_absmax", ".nested_quant_map", *states)
     name = "bitsandbytes 4-bit"
 
-    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         try:
             state = json.loads(read(next(ending for ending in self.states if ending in parts)))
             shape, size = tuple(map(int, state["shape"])), int(state["blocksize"])
@@ -370,7 +363,7 @@ class GPTQ(Scheme):
     def name(self) -> str:
         return f"GPTQ int{self.bits}"
 
-    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         words, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
         are_matrices = self._are_matrices(words, scales)
         shape = (words.shape[0] * WORD_BITS // self.bits, words.shape[1]) if are_matrices else (0, 0)
@@ -390,11 +383,11 @@ class GPTQ(Scheme):
             size = -(-shape[0] // scales.shape[0])
         return Layout(shape, self.bits, (size, 1), "integers")
 
-    def _are_matrices(self, words: PartHeader, scales: PartHeader) -> bool:
+    def _are_matrices(self, words: TensorHeader, scales: TensorHeader) -> bool:
         """Whether words of numbers and scales are matrices in the dtypes of the scheme."""
         return words.dtype == "int32" and len(words.shape) == len(scales.shape) == 2 and scales.dtype in SCALES
 
-    def _zeros_shape(self, scales: PartHeader) -> tuple[int, int]:
+    def _zeros_shape(self, scales: TensorHeader) -> tuple[int, int]:
         """The shape of the zero points."""
         return scales.shape[0], -(-scales.shape[1] * self.bits // WORD_BITS)
 
@@ -424,7 +417,7 @@ class AWQ(GPTQ):
     def name(self) -> str:
         return f"AWQ int{self.bits}"
 
-    def layout(self, parts: Mapping[str, PartHeader], read: ReadPart) -> Layout:
+    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         words, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
         are_matrices = self._are_matrices(words, scales)
         shape = (words.shape[0], words.shape[1] * WORD_BITS // self.bits) if are_matrices else (0, 0)
@@ -447,7 +440,7 @@ class AWQ(GPTQ):
 
 
 def block_of(
-    shape: Sequence[int], scale: PartHeader, declared: tuple[int, int] | None, dtypes: Sequence[str] = (*SCALES, "uint8")
+    shape: Sequence[int], scale: TensorHeader, declared: tuple[int, int] | None, dtypes: Sequence[str] = (*SCALES, "uint8")
 ) -> tuple[int, int]:
     """Return the rows and columns that share a scale.
 
@@ -543,6 +536,6 @@ def _pair(value: Any) -> tuple[int, int] | None:
     return (value[0], value[1]) if is_pair else None
 
 
-def _said(stored: PartHeader) -> str:
+def _said(stored: TensorHeader) -> str:
     """Dtype and shape, for messages."""
     return f"{list(stored.shape)} in {stored.dtype}"

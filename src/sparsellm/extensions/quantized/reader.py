@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.documents import QUANTIZATION_KEYS
-from sparsellm.checkpoints.quantization_schemes import (
+from sparsellm.checkpoints.readers import FoundWeights, TensorHeader, quantization_settings
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, plural
+from sparsellm.extensions.quantized.schemes import (
     AWQ,
     FLOAT8,
     GPTQ,
@@ -22,10 +23,8 @@ from sparsellm.checkpoints.quantization_schemes import (
     Contradiction,
     Float8,
     Layout,
-    PartHeader,
     Scheme,
 )
-from sparsellm.errors import BadCheckpoint, UnsupportedModel, plural
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import all_finite
@@ -61,17 +60,22 @@ class QuantizedWeight:
         """The format of its integers, of schemes that are one."""
         return self.scheme.integers(self.layout)
 
-    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the programs that write this form add a bias of 0 to the layer."""
+        return isinstance(self.scheme, GPTQ)
+
+    def decode(self, parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
         """Return the weight: its numbers times their factors in float32, rounded once.
 
         Args:
             parts: Its tensors, by ending.
-            dtype: The dtype of the result.
+            dtype: The dtype of the result; None for the weight's own.
 
         Raises:
             BadCheckpoint: A scale is not finite, or the tensors contradict each other.
         """
-        layout, weight = self.layout, torch.empty(self.shape, dtype=dtype)
+        layout, weight = self.layout, torch.empty(self.shape, dtype=dtype or getattr(torch, self.dtype))
         if len(layout.shape) == 2:
             target = weight.view(layout.shape[::-1]).T if self.scheme.transposed else weight.view(layout.shape)
             self._fill(target, parts)
@@ -130,18 +134,27 @@ class QuantizedFiles:
         )
 
 
-def quantization_settings(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the part of a configuration that describes how the weights are quantized; None without one."""
-    text = fields.get("text_config")
-    for part in (fields, text if isinstance(text, dict) else {}):
-        for key in QUANTIZATION_KEYS:
-            if part.get(key) is not None:
-                return part[key] if isinstance(part[key], dict) else {}
-    return None
+class QuantizedReader:
+    """Reads quantized checkpoints. Arguments and errors as `scheme_of`."""
+
+    lossless: ClassVar[bool] = False
+
+    def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
+        self._fields, self._scheme = fields, scheme_of(name, fields)
+
+    def find(
+        self,
+        headers: Mapping[Path, Mapping[str, TensorHeader]],
+        metadata: Mapping[Path, Mapping[str, str]],
+        read: Callable[[Path, str], bytes],
+    ) -> FoundWeights:
+        """Find the quantized weights, as `sparsellm.checkpoints.readers.Reader.find`."""
+        files = find_weights(self._fields, self._scheme, headers, read)
+        return FoundWeights(files.weights, files.hidden, dtype=files.dtype, describe=files.describe)
 
 
-def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
-    """Return how the weights of a checkpoint are quantized; None if they are not.
+def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme:
+    """Return how the weights of a checkpoint are quantized.
 
     Args:
         name: Its name, for messages.
@@ -150,9 +163,7 @@ def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
     Raises:
         UnsupportedModel: They are quantized in a way that is not read.
     """
-    settings = quantization_settings(fields)
-    if settings is None:
-        return None
+    settings = quantization_settings(fields) or {}
     method = settings.get("quant_method")
     bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
     layout = settings.get("checkpoint_format")
@@ -181,7 +192,7 @@ def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme | None:
 def find_weights(
     fields: Mapping[str, Any],
     scheme: Scheme,
-    headers: Mapping[Path, Mapping[str, PartHeader]],
+    headers: Mapping[Path, Mapping[str, TensorHeader]],
     read: Callable[[Path, str], bytes],
 ) -> QuantizedFiles:
     """Find the quantized weights of a checkpoint.
@@ -236,7 +247,7 @@ def _weight(
     scheme: Scheme,
     parts: Mapping[str, tuple[Path, str]],
     *,
-    headers: Mapping[Path, Mapping[str, PartHeader]],
+    headers: Mapping[Path, Mapping[str, TensorHeader]],
     read: Callable[[Path, str], bytes],
     dtype: str | None,
 ) -> QuantizedWeight:
@@ -273,7 +284,7 @@ def _weight(
     return QuantizedWeight(scheme, layout, shape, dtype or (own if own in FLOATS_READ else "bfloat16"), parts)
 
 
-def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mapping[Path, Mapping[str, PartHeader]]) -> None:
+def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mapping[Path, Mapping[str, TensorHeader]]) -> None:
     """Raise BadCheckpoint if weights that should be quantized are not, or those that are have no scales."""
     name, found = files.scheme.name, {key for weights in files.weights.values() for key in weights}
     known = found | files.hidden

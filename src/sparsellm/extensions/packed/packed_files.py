@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any, BinaryIO
 
 import torch
 from pydantic import TypeAdapter
+from safetensors import safe_open
 from torch import Tensor
 
-from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
+from sparsellm.errors import BadCheckpoint, dtype_name
+from sparsellm.formats.parts import PARTS
 from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
 from sparsellm.texts.json_files import build_mapping, first_fault
 
@@ -74,7 +76,7 @@ class PackedEntry:
     def of(cls, tensor: Tensor, format: IntegerFormat | None = None, *, transposed: bool = False) -> PackedEntry:
         """Describe a tensor."""
         dtype, integers = dtype_name(tensor.dtype), {} if format is None else vars(format)
-        return cls(tuple(tensor.shape), dtype, _sha256(tensor), **integers, transposed=transposed)
+        return cls(tuple(tensor.shape), dtype, sha256_of(tensor), **integers, transposed=transposed)
 
     @property
     def integers(self) -> IntegerFormat | None:
@@ -111,23 +113,7 @@ def can_hold(size: int, matrix: tuple[int, int]) -> bool:
     return rows * columns <= NUMBERS_A_BYTE * size and widened <= WIDENED_A_BYTE * size + WIDENED_COLUMNS
 
 
-Decode = Callable[[Mapping[str, Tensor], PackedEntry], Tensor]
-"""Decodes a tensor from its parts by name."""
-
-_decoders: dict[str, tuple[tuple[str, ...], Decode]] = {}
-
-
-def register_decoder(parts: tuple[str, ...], decode: Decode) -> None:
-    """Set how packed tensors are decoded. `sparsellm.formats` does so, which this folder may not import.
-
-    Args:
-        parts: Names of the parts of a tensor called `weight`.
-        decode: Decodes it.
-    """
-    _decoders[PACKED_METHOD] = parts, decode
-
-
-def _sha256(tensor: Tensor) -> str:
+def sha256_of(tensor: Tensor) -> str:
     """Return the digest of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
@@ -160,52 +146,21 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     return entries
 
 
+def packed_entries(file: Path) -> dict[str, PackedEntry]:
+    """Return the packed tensors that a safetensors file lists, by name. Raises BadCheckpoint if the list is damaged."""
+    with safe_open(file, framework="numpy") as stream:
+        return parse_entries(file, stream.metadata())
+
+
 def parts_of(key: str, stored: Collection[str]) -> dict[str, str]:
     """Return the names in a file of a packed tensor's parts, by the name of the part."""
-    return {part: name for part in _decoders[PACKED_METHOD][0] if (name := key + part.removeprefix("weight")) in stored}
+    return {part: name for part in PARTS if (name := key + part.removeprefix("weight")) in stored}
 
 
-def decode_tensor(file: Path, key: str, entry: PackedEntry, *, parts: Mapping[str, Tensor]) -> Tensor:
-    """Decode a packed tensor.
-
-    Args:
-        file: Its file, for messages.
-        key: Its name.
-        entry: What the file says about it.
-        parts: Its parts.
-
-    Raises:
-        BadCheckpoint: A part is damaged, or the decoded tensor has another digest than the one that was packed.
-    """
-    try:
-        tensor = _decoders[PACKED_METHOD][1](parts, entry)
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{file.name}: {key}: {error}") from None
-    if _sha256(tensor) != entry.sha256:
-        raise BadCheckpoint(f"{file.name}: {key} has another checksum than when it was packed. Get a sound copy of the file.")
-    return tensor
-
-
-def is_packed(name: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint is packed.
-
-    Args:
-        name: Its name, for messages.
-        fields: The fields of its config.json.
-
-    Raises:
-        UnsupportedModel: It is packed in a version of the format that this package does not read.
-    """
+def is_packed(fields: Mapping[str, Any]) -> bool:
+    """Return whether a configuration says that the weights are packed."""
     settings = fields.get("quantization_config")
-    if not isinstance(settings, dict) or settings.get("quant_method") != PACKED_METHOD:
-        return False
-    if (version := settings.get("version")) != PACKED_VERSION:
-        raise UnsupportedModel(
-            f"{name} is packed in version {str(version)[:20]} of the format, and this sparsellm reads version "
-            f"{PACKED_VERSION}. "
-            "Install a newer sparsellm."
-        )
-    return True
+    return isinstance(settings, dict) and settings.get("quant_method") == PACKED_METHOD
 
 
 class FileWriter:
