@@ -33,7 +33,7 @@ def test_table_fits_80_columns() -> None:
     assert torch.__version__ in result.stdout
     assert (kernels.instruction_set() or "not compiled") in result.stdout
     parts = [part.splitlines() for part in result.stdout.split("\n\n")]
-    assert [part[0].split() for part in parts] == [["machine"], ["measured", "choices"], ["methods"]]
+    assert [part[0].split() for part in parts] == [["machine"], ["measured", "choices"], ["methods"], ["extensions"]]
     assert len({line.index(line.split(maxsplit=1)[1]) for line in (parts[0][1], parts[2][1])}) == 1, "columns are aligned"
     assert [line.split()[0] for line in parts[2][1:] if not line.startswith(" ")] == list(METHODS)
 

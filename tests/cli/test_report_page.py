@@ -26,7 +26,6 @@ import yaml
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.cli import prune as cli_prune
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge
 from sparsellm.extensions.studies.compare import read_comparison
 from sparsellm.extensions.studies.figures import Plot
@@ -259,7 +258,9 @@ def test_a_recovery_s_command_gives_its_recipe(tmp_path: Path, monkeypatch: pyte
     }
     recipe = validated(RecoveryRecipe, fields)
     written: list[list[RecoveryRecipe]] = []
-    monkeypatch.setattr(cli_prune, "_write", lambda context, recipes, *_, **__: written.append(recipes))
+    monkeypatch.setattr(
+        "sparsellm.extensions.recover.commands.write_outputs", lambda context, recipes, *_, **__: written.append(recipes)
+    )
     done = command(*typed(run_command(recipe, "out-again")))
     assert done.exit_code == 0, done.stderr
     assert written == [[recipe]]

@@ -18,7 +18,7 @@ LINES = {
     "activations": 1_317,
     "allocation": 661,
     "checkpoints": 3_152,
-    "cli": 1_368,
+    "cli": 1_367,
     "evaluation": 1_055,
     "extensions": 6_606,
     "formats": 2_593,

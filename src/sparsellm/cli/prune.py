@@ -95,7 +95,6 @@ def write_outputs(
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.pipeline.display import Display
     from sparsellm.pipeline.output_folder import is_finished
-    from sparsellm.pipeline.prune import prune_run
     from sparsellm.pipeline.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
     from sparsellm.runtime import collectives
 
@@ -117,7 +116,7 @@ def write_outputs(
     with (
         Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
         extras.observing(display, manage_memory, is_main=is_main) as observe,
-        locked_runs(output, folders, observe, function or prune_run) as runs,
+        locked_runs(output, folders, observe, function) as runs,
     ):
         report = run_each(folders, runs, finished=finished, **replace)
     if is_main:

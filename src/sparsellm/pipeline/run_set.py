@@ -26,7 +26,7 @@ class RunSet:
         observe: Receives the events of all runs.
         cache: Folder for the dense model's results; None if they are not kept, as for a single run.
         inputs: Compares what the runs read. Default: with what earlier runs of the set have read.
-        function: Runs a recipe, with the arguments of `prune_run`.
+        function: Runs a recipe, with the arguments of `prune_run`, which is the default.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RunSet:
         observe: Observer,
         cache: Path | None = None,
         inputs: SameInputs | None = None,
-        function: Callable[..., Result] = prune_run,
+        function: Callable[..., Result] | None = None,
     ) -> None:
         self.observe, self.inputs, self._function = observe, SameInputs() if inputs is None else inputs, function
         self._cache = None if cache is None else DenseCache(cache, observe)
@@ -79,4 +79,5 @@ class RunSet:
 
     def _run(self, recipe: RunRecipe, place: RunArguments, given: Given | None = None) -> Result:
         arguments: RunArguments = {"shared": self._cache, "check": self.inputs.check, **place}
-        return self._function(recipe, self.observe, given=given, **arguments)
+        function: Callable[..., Result] = self._function or prune_run
+        return function(recipe, self.observe, given=given, **arguments)

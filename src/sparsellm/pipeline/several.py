@@ -14,7 +14,6 @@ from sparsellm.pipeline.input_digests import check_kept
 from sparsellm.pipeline.journal import JOURNAL
 from sparsellm.pipeline.output_folder import WORK, is_finished
 from sparsellm.pipeline.output_lock import locked, not_moved, recover_output, refuse_links, remove
-from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run_set import RunSet
@@ -135,7 +134,7 @@ def _run_into(
 
 @contextmanager
 def locked_runs(
-    output: str | Path, folders: Collection[Path], observe: Observer, function: Callable[..., Result] = prune_run
+    output: str | Path, folders: Collection[Path], observe: Observer, function: Callable[..., Result] | None = None
 ) -> Iterator[RunSet]:
     """The runs that write these folders. Several share the dense model's results, in a work folder in `output`.
 
@@ -146,7 +145,7 @@ def locked_runs(
         output: The output, or the folder that holds several.
         folders: The folders of the outputs.
         observe: Receives the events of all runs.
-        function: Runs a recipe, with the arguments of `prune_run`.
+        function: As for `RunSet`.
 
     Raises:
         CannotResume: Another process is working on `output`.
