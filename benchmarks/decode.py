@@ -29,10 +29,7 @@ from measuring import MEASURED, markdown_table, read_figures, write_figures
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
-from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.linear import PackedLinear
-from sparsellm.pipeline.decoding_speed import (
+from sparsellm.extensions.packed.decoding_speed import (
     CEILING,
     KERNEL,
     TORCH,
@@ -42,6 +39,9 @@ from sparsellm.pipeline.decoding_speed import (
     weight_bytes,
     with_own_kernel,
 )
+from sparsellm.formats import kernels
+from sparsellm.formats.bitmask import Bitmask
+from sparsellm.formats.linear import PackedLinear
 from sparsellm.solvers.integers import BITS_OF, IntegerFormat
 from sparsellm.solvers.quantization import round_to_nearest
 

@@ -13,8 +13,8 @@ import gguf_models
 import torch
 from torch import Tensor
 
+from sparsellm.extensions.packed.decoding_speed import step_weights
 from sparsellm.formats import memory_reads
-from sparsellm.pipeline.decoding_speed import step_weights
 
 ROUNDS = 5
 

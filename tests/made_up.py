@@ -14,17 +14,17 @@ import yaml
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
+from sparsellm.extensions.packed.sizes import MatrixSize, Packed
+from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.studies.search_result import Point, SearchResult
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import CellFolder
 from sparsellm.methods import BlockResult, CurvePoint, EpochResult, LayerResult, TrainingResult
-from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.output_folder import REPORT, SWEEP
-from sparsellm.pipeline.packed_sizes import MatrixSize, Packed
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Digests, PrunedReport, Report
-from sparsellm.pipeline.results import Point, SearchResult
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.json_files import FORMAT, strict_json
 
@@ -117,9 +117,11 @@ def a_run(place: Path) -> Path:
             notes=["the texts are short. Pass more `samples`", "<script>"],
             seconds={"loading": 1.0, "pruning": 30.0, "total": 31.0},
             peak_memory_bytes=3 * 2**30,
-            search=SearchResult("a perplexity increase of at most 20 %", points),
             recovered=TrainingResult(2.0, 1.6, 5, curve=CURVE),
-            packing=Packed("plain", 4 * 2**20, 2**20, (matrix,), bench=bench),
+            sections={
+                "search": SearchResult("a perplexity increase of at most 20 %", points),
+                "packing": Packed("plain", 4 * 2**20, 2**20, (matrix,), bench=bench),
+            },
         ),
     )
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from sparsellm.activations.walk import walk as walk
     from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
+    from sparsellm.extensions.integers.compressed_export import export as export
+    from sparsellm.extensions.packed.packing import pack as pack
+    from sparsellm.extensions.packed.packing import unpack as unpack
     from sparsellm.extensions.planning.interface import plan as plan
     from sparsellm.extensions.sharing.tracking import Tracked as Tracked
     from sparsellm.extensions.studies.interface import bench as bench
@@ -36,14 +39,11 @@ if TYPE_CHECKING:
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.models.blocks import Block as Block
     from sparsellm.models.blocks import blocks_of as blocks_of
-    from sparsellm.pipeline.compressed_export import export as export
     from sparsellm.pipeline.evaluate import evaluate as evaluate
     from sparsellm.pipeline.evaluate import perplexity as perplexity
     from sparsellm.pipeline.inspection import inspect as inspect
     from sparsellm.pipeline.interface import prune as prune
     from sparsellm.pipeline.interface import recover as recover
-    from sparsellm.pipeline.packing import pack as pack
-    from sparsellm.pipeline.packing import unpack as unpack
     from sparsellm.pipeline.plan import uniform_plan as uniform_plan
     from sparsellm.pipeline.recipe import Recipe as Recipe
     from sparsellm.pipeline.recovery_recipe import RecoveryRecipe as RecoveryRecipe
@@ -105,12 +105,12 @@ _CONTENTS = {
     "blocks_of": "models.blocks",
     "collect_statistics": "methods.layerwise",
     "evaluate": "pipeline.evaluate",
-    "export": "pipeline.compressed_export",
+    "export": "extensions.integers.compressed_export",
     "fixed_masks": "training.fixed_masks",
     "inspect": "pipeline.inspection",
     "load": "formats.transformers",
     "load_report": "pipeline.report",
-    "pack": "pipeline.packing",
+    "pack": "extensions.packed.packing",
     "parse_pattern": "solvers.patterns",
     "perplexity": "pipeline.evaluate",
     "plan": "extensions.planning.interface",
@@ -123,7 +123,7 @@ _CONTENTS = {
     "search": "extensions.studies.interface",
     "sweep": "extensions.studies.interface",
     "uniform_plan": "pipeline.plan",
-    "unpack": "pipeline.packing",
+    "unpack": "extensions.packed.packing",
     "verify": "pipeline.verification",
     "walk": "activations.walk",
 }

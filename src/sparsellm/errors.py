@@ -112,7 +112,7 @@ class TargetNotReached(SparseLLMError, RuntimeError):
     """A search in which no sparsity meets the target.
 
     Attributes:
-        points: The sparsities that were tried, as `sparsellm.pipeline.results.Point`.
+        points: The sparsities that were tried, as `sparsellm.extensions.studies.search_result.Point`.
     """
 
     def __init__(self, message: str, points: Sequence[Any] = ()) -> None:

@@ -36,11 +36,14 @@ class Extension:
             `sparsellm.cli.run_options.RunOptions`.
         readers: By the `quant_method` in config.json, a reader of weights that are stored in another form: a class with the
             attributes of `sparsellm.checkpoints.readers.Reader`.
+        sections: By its name in sparsellm.json, a class of a part of reports, with the methods of
+            `sparsellm.pipeline.results.Section`.
     """
 
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     readers: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.packed import speed
+from sparsellm.extensions.packed.card import record_speed
+from sparsellm.extensions.packed.decoding_speed import CEILING, KERNEL, PACKED, TORCH, Speed
+from sparsellm.extensions.packed.sizes import Packed
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.speed_plots import SPEED_COLUMNS
 from sparsellm.formats import kernels, memory_reads
 from sparsellm.formats import transformers as packed_transformers
-from sparsellm.pipeline import speed
-from sparsellm.pipeline.decoding_speed import CEILING, KERNEL, PACKED, TORCH, Speed
-from sparsellm.pipeline.packed_card import record_speed
-from sparsellm.pipeline.speed_record import Bench
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]
@@ -97,7 +98,7 @@ def test_speeds_are_recorded_in_the_report_and_the_card(
     changed = {file.name for file in packed.iterdir() if file.read_bytes() != before.get(file.name)}
     assert changed == {"README.md", "sparsellm.json"}
     assert sparsellm.verify(packed).layers == 18
-    recorded = sparsellm.load_report(packed).packing.bench
+    recorded = Packed.of(sparsellm.load_report(packed)).bench
     assert [x.batch for x in recorded.speeds if x.form == PACKED] == [1, 2]
     card, page = (packed / "README.md").read_text(encoding="utf-8"), tmp_path / "page.html"
     assert command("report", packed, "--output", page).exit_code == 0
@@ -136,10 +137,10 @@ def test_edited_speeds_are_one_message(edit: dict[str, object], outputs: dict[st
     record_speed(tmp_path / "packed", bench)
     report = tmp_path / "packed" / "sparsellm.json"
     data = json.loads(report.read_text(encoding="utf-8"))
-    assert sparsellm.load_report(report).packing.bench == bench
+    assert Packed.of(sparsellm.load_report(report)).bench == bench
     data["packing"]["bench"]["speeds"][1] |= edit
     report.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(BadCheckpoint, match=r"packing\.bench"):
+    with pytest.raises(BadCheckpoint, match=r"packing: bench"):
         sparsellm.load_report(report)
 
 
@@ -219,5 +220,5 @@ def test_a_model_that_fits_in_the_cache_is_told_first(
     assert str(measured).partition("packed: ")[2].startswith("Too small to tell") == small
     for file in (tmp_path / "page.html", tmp_path / "packed" / "README.md"):
         assert ("Too small to tell" in file.read_text(encoding="utf-8")) == small
-    again = sparsellm.load_report(tmp_path / "packed").packing.bench
+    again = Packed.of(sparsellm.load_report(tmp_path / "packed")).bench
     assert again.caution == measured.caution

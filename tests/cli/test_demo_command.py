@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.demonstration import DemoRow
-from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.pipeline.recipe_fields import METHODS
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.texts.samples import test_windows
 from tests.conftest import report_of
 

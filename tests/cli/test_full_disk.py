@@ -13,8 +13,8 @@ import torch
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.pipeline.packed_card import record_speed
-from sparsellm.pipeline.speed_record import Bench
+from sparsellm.extensions.packed.card import record_speed
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.texts.json_files import durable
 from tests.cli.conftest import tensors_of
@@ -41,8 +41,8 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(
     name: str, made: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = [word.format(**made) for word in CONVERSIONS[name]]
-    monkeypatch.setattr("sparsellm.pipeline.conversion.FileWriter", None)
-    monkeypatch.setattr("sparsellm.pipeline.conversion.free_disk", lambda folder: 10_000)
+    monkeypatch.setattr("sparsellm.extensions.packed.conversion.FileWriter", None)
+    monkeypatch.setattr("sparsellm.extensions.packed.conversion.free_disk", lambda folder: 10_000)
     out = tmp_path / "out"
     refused(command(*line, out), f"{out}: ", " of disk are needed, and 9.8 KiB are free. Write to another disk.")
     assert list(tmp_path.iterdir()) == []
@@ -54,7 +54,7 @@ def test_the_bytes_that_are_needed_are_those_that_are_written(
 ) -> None:
     """The output, and its largest file once more, which is joined from parts."""
     told: list[int] = []
-    monkeypatch.setattr("sparsellm.pipeline.conversion.check_disk", lambda output, needed, free: told.append(needed))
+    monkeypatch.setattr("sparsellm.extensions.packed.conversion.check_disk", lambda output, needed, free: told.append(needed))
     line = [word.format(**made) for word in CONVERSIONS[name]]
     assert command(*line, tmp_path / "out").exit_code == 0
     written = 2 * sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())

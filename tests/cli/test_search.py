@@ -24,13 +24,13 @@ from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.extensions.studies import search as searching
 from sparsellm.extensions.studies.search import bisect
+from sparsellm.extensions.studies.search_result import Point, SearchResult
 from sparsellm.extensions.studies.sweep_runner import CellFolder
 from sparsellm.extensions.studies.target import Decision, Target, outcome, undecided_note
 from sparsellm.extensions.studies.target import point_of as real_point
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline.events import NextRun, Note
 from sparsellm.pipeline.report import Report, load_report
-from sparsellm.pipeline.results import Point
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.cli.test_several import compared
@@ -112,8 +112,9 @@ def test_a_search_equals_single_runs(
     assert {point["met"] for point in result["points"] if point["effort"] == "standard"} >= {True}
     assert result["points"][-1]["sparsity"] <= expected / 5 + 1e-9
     saved = load_report(out)
-    assert saved.search is not None
-    assert [point.sparsity for point in saved.search.points] == [point["sparsity"] for point in result["points"]]
+    search = SearchResult.of(saved)
+    assert search is not None
+    assert [point.sparsity for point in search.points] == [point["sparsity"] for point in result["points"]]
     assert command("verify", out, "--against", loud["llama"]).exit_code == 0
     alone = sparsellm.prune(loud["llama"], sparsity=result["sparsity"], **settings).save_pretrained(tmp_path / "alone")
     found, single = compared(out), compared(alone)
@@ -253,8 +254,9 @@ def test_a_search_that_ends_at_its_largest_sparsity_says_so(
         "Pass a smaller --step for larger ones"
     )
     assert f"note: {note}" in done.stderr.splitlines()
-    assert saved.search is not None
-    assert [point.sparsity for point in saved.search.points] == [0.5, 0.7, 0.8, 0.9]
+    search = SearchResult.of(saved)
+    assert search is not None
+    assert [point.sparsity for point in search.points] == [0.5, 0.7, 0.8, 0.9]
     assert command("verify", tmp_path / "out").exit_code == 0
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     assert not (tmp_path / "out" / ".sparsellm").exists()

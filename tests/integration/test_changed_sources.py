@@ -17,8 +17,9 @@ from sparsellm import prune
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.errors import BadCheckpoint, SparseLLMError
-from sparsellm.pipeline import conversion, packing, saving
+from sparsellm.extensions.packed import conversion, packing
 from sparsellm.pipeline import prune as pruning
+from sparsellm.pipeline import saving
 from tests.pairwise import pairwise
 
 if TYPE_CHECKING:

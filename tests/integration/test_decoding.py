@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparsellm.formats import kernels, linear, memory_reads
-from sparsellm.formats.linear import PackedLinear
-from sparsellm.pipeline import decoding_speed
-from sparsellm.pipeline.decoding_speed import (
+from sparsellm.extensions.packed import decoding_speed
+from sparsellm.extensions.packed.decoding_speed import (
     CEILING,
     PACKED,
     TORCH,
@@ -24,6 +22,8 @@ from sparsellm.pipeline.decoding_speed import (
     weight_bytes,
     with_own_kernel,
 )
+from sparsellm.formats import kernels, linear, memory_reads
+from sparsellm.formats.linear import PackedLinear
 
 READ = 1000
 """Bytes a second that the made-up memory delivers to a thread."""

@@ -12,7 +12,9 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import OutputExists
-from sparsellm.pipeline import compressed_export, output_lock, packing, saving, several, work_directory
+from sparsellm.extensions.integers import compressed_export
+from sparsellm.extensions.packed import packing
+from sparsellm.pipeline import output_lock, saving, several, work_directory
 from sparsellm.pipeline.output_folder import REPORT, WORK
 from tests.conftest import long_unless
 

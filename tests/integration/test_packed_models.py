@@ -24,12 +24,12 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from sparsellm.extensions.packed.decoding_speed import weight_bytes
+from sparsellm.extensions.packed.packing import pack, unpack
 from sparsellm.formats import transformers as packed_transformers
 from sparsellm.formats import weight_converter
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.formats.packed_experts import PackedExperts
-from sparsellm.pipeline.decoding_speed import weight_bytes
-from sparsellm.pipeline.packing import pack, unpack
 from tests.conftest import TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
 

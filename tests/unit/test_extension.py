@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsellm import load_report
+
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 PRUNER = """
@@ -105,3 +107,40 @@ def test_two_packages_that_bring_one_name(tmp_path: Path, program: Program) -> N
     assert done.returncode == 1
     assert "first-one and second-one both bring 'hello'" in done.stderr
     assert program("verify", "--help").returncode == 0
+
+
+SECTION = (
+    PRUNER
+    + """
+class Notes:
+    def __init__(self, text):
+        self.text = text
+
+    @classmethod
+    def from_dict(cls, data):
+        return cls(data["text"])
+
+    def to_dict(self):
+        return {"text": self.text}
+
+    def describe(self):
+        return f"Noted: {self.text}."
+
+EXTENSION = Extension(sections={"notes_of_mine": "my_pruner:Notes"})
+"""
+)
+
+
+def test_a_section_of_a_report(tmp_path: Path, program: Program) -> None:
+    """The page says what a package's section says; without the package it is kept as it is."""
+    out = tmp_path / "out"
+    program("prune", "demo:opt", out, "--method", "magnitude", "--quiet")
+    file = out / "sparsellm.json"
+    written = json.loads(file.read_text(encoding="utf-8")) | {"notes_of_mine": {"text": "all is well"}}
+    file.write_text(json.dumps(written), encoding="utf-8")
+    assert load_report(out).to_dict()["notes_of_mine"] == {"text": "all is well"}
+    assert program("report", out).returncode == 0
+    assert "all is well" not in (tmp_path / "out.html").read_text(encoding="utf-8")
+    install(tmp_path, "my-pruner", SECTION)
+    assert program("report", out).returncode == 0
+    assert "Noted: all is well." in (tmp_path / "out.html").read_text(encoding="utf-8")

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 MAY_IMPORT["peft"] = {"errors", "training"}
 BELOW_PIPELINE = set(MAY_IMPORT)
 MAY_IMPORT |= {
-    "pipeline": BELOW_PIPELINE,
+    "pipeline": BELOW_PIPELINE | {"extension"},
     "cli": BELOW_PIPELINE | {"pipeline", "extension"},
     "__main__": {"cli"},
     "extension": {"errors"},

@@ -69,7 +69,7 @@ def test_every_kind_is_known(error: Exception) -> None:
         ("prune", ("prune", "demo:opt", "OUT/new", "--method", "magnitude"), "sparsellm.pipeline.several.run_each"),
         ("plan", ("plan", "demo:opt", "--method", "magnitude"), "sparsellm.extensions.planning.measured_plan.plan_pruning"),
         ("verify", ("verify", "OUT"), "sparsellm.pipeline.verification.verify"),
-        ("pack", ("pack", "demo:opt", "OUT/new"), "sparsellm.pipeline.packing.pack"),
+        ("pack", ("pack", "demo:opt", "OUT/new"), "sparsellm.extensions.packed.packing.pack"),
         ("report", ("report", "OUT"), "sparsellm.extensions.studies.interface.report"),
     ],
 )

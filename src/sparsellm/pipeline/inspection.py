@@ -234,8 +234,7 @@ def _packed_sizes(folder: Path | None) -> str:
         return quantization
     if not (folder / REPORT).is_file():
         return ""
-    packing = load_report(folder).packing
-    return packing.describe() if packing else ""
+    return " ".join(filter(None, (section.describe() for section in load_report(folder).sections.values())))
 
 
 def _layer_zeros(name: str, weight: Tensor, pattern: Pattern | None, *, format: IntegerFormat | None) -> LayerZeros:

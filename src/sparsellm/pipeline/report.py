@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,12 +18,11 @@ from sparsellm.models.coverage import Coverage
 from sparsellm.pipeline import card
 from sparsellm.pipeline.output_folder import REPORT, folder_path
 from sparsellm.pipeline.own_method import saved_kind
-from sparsellm.pipeline.packed_sizes import Packed
 from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import explain
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
-from sparsellm.pipeline.results import SearchResult, Totals
+from sparsellm.pipeline.results import Section, Totals, read_sections
 from sparsellm.pipeline.training_outcome import WHOLE_MODEL, changed_nothing, describe_recovery
 from sparsellm.pipeline.zeros_before import describe_pruning, describe_start, note_after, note_surplus
 from sparsellm.solvers.patterns import NM
@@ -111,7 +110,6 @@ class Report(Summarized):
         seconds: Duration of each stage.
         recovered: Result of training the whole model, if the run did.
         pruned: For a recovery, entries of the report of the pruned checkpoint.
-        search: For a search, its target and the sparsities that were tried.
         parameters: Number of stored parameters.
         zeros: Number of stored parameters that are zero.
         peak_memory_bytes: Peak host memory of this process at the end of the run; the command line resets it before each run.
@@ -119,7 +117,7 @@ class Report(Summarized):
         coverage: Fraction of the blocks' matrix weights that is pruned.
         files: Names of the output's files, once it is written.
         digests: Their digests.
-        packing: For a packed model, its sizes.
+        sections: What extensions bring, by its name in the file.
     """
 
     recipe: SavedRecipe
@@ -137,7 +135,6 @@ class Report(Summarized):
     seconds: dict[str, float] = field(default_factory=dict)
     recovered: TrainingResult | None = None
     pruned: PrunedReport | None = None
-    search: SearchResult | None = None
     parameters: Annotated[int, Field(validation_alias=AliasPath("totals", "parameters"))] = 0
     zeros: Annotated[int, Field(validation_alias=AliasPath("totals", "zeros"))] = 0
     peak_memory_bytes: int = 0
@@ -145,7 +142,7 @@ class Report(Summarized):
     coverage: Coverage | None = None
     files: tuple[str, ...] = ()
     digests: Digests | None = None
-    packing: Packed | None = None
+    sections: Annotated[dict[str, Section], PlainValidator(lambda _: {})] = field(default_factory=dict)
 
     @property
     def result(self) -> str:
@@ -354,7 +351,6 @@ class Report(Summarized):
         """The report as plain data, ready for JSON."""
         optional = {
             "pruned": self.pruned and self.pruned.to_dict(),
-            "search": self.search and asdict(self.search),
             "changed_outside": self.changed_outside,
             "dtype_changed": self.dtype_changed,
             "initial_sparsity": self.initial_sparsity,
@@ -363,7 +359,6 @@ class Report(Summarized):
         of_output = {
             "files": self.files,
             "digests": self.digests and asdict(self.digests),
-            "packing": self.packing and self.packing.to_dict(),
         }
         return {
             "format": FORMAT,
@@ -382,12 +377,15 @@ class Report(Summarized):
             **{name: value for name, value in optional.items() if value},
             "blocks": [_block_to_dict(block) for block in self.blocks],
             **{name: value for name, value in of_output.items() if value},
+            **{name: section.to_dict() for name, section in self.sections.items()},
         }
 
     @classmethod
     def from_dict(cls, data: Any) -> Report:
         """Read a report from plain data, as `to_dict` gives it. Raises pydantic's ValidationError for any other."""
-        return REPORT_TYPE.validate_python(data)
+        report = REPORT_TYPE.validate_python(data)
+        report.sections = read_sections(data, ENTRIES)
+        return report
 
     def to_markdown(self) -> str:
         """The model card. It holds no times or dates, so that equal results give equal bytes."""
@@ -409,8 +407,8 @@ class Report(Summarized):
 def _block_to_dict(block: BlockResult) -> dict[str, Any]:
     """A block's result as plain data."""
     data: dict[str, Any] = BLOCK_RESULT.dump_python(block, mode="json")
-    for layer, fields in zip(block.layers, data["layers"], strict=True):
-        fields["sparsity"] = layer.sparsity
+    for layer, entry in zip(block.layers, data["layers"], strict=True):
+        entry["sparsity"] = layer.sparsity
     return data
 
 
@@ -420,6 +418,9 @@ def _results_to_dict(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]
 
 
 REPORT_TYPE = TypeAdapter(Report)
+
+ENTRIES = {"format", "totals", *(x.name for x in fields(Report))}
+"""Names of the entries of the file that are no sections."""
 
 
 def read_report(file: Path) -> tuple[Report, dict[str, Any]]:

@@ -1,13 +1,13 @@
-"""Parts of a report: totals, and the points of a search."""
+"""Parts of a report: totals, and sections that extensions bring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
-from sparsellm.evaluation.differences import Difference
-from sparsellm.solvers.patterns import Unstructured
+from sparsellm.extension import find, names_of
+from sparsellm.texts.json_files import first_fault
 
 
 @dataclass(frozen=True)
@@ -41,50 +41,58 @@ class Totals:
         return data | {"sparsity_of_model": self.sparsity_of_model}
 
 
-@dataclass(frozen=True)
-class Point:
-    """One sparsity of a search.
+class Section(Protocol):
+    """A part of a report that an extension brings, under a name of its own in the file."""
 
-    Attributes:
-        effort: Effort of the method sparsellm, or the name of another method.
-        met: Whether the target is met.
-        undecided: Whether that cannot be told, because the measurement is within its error of the target.
-        increase: Its largest relative increase over the texts; None if none was measured.
-        increase_error: Paired standard error of that increase; None if it is unknown.
-        size: Bytes of the packed weights; None unless the target is a size.
-    """
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Read plain data. Raises pydantic's ValidationError, or ValueError, for any other than `to_dict` gives."""
+        ...
 
-    sparsity: float
-    effort: str
-    met: bool
-    perplexity: Mapping[str, float]
-    increase: float | None
-    accuracy: Mapping[str, float]
-    size: int | None
-    seconds: float
-    undecided: bool = False
-    increase_error: float | None = None
-
-    @property
-    def answer(self) -> str:
-        """Whether the target is met, for a table: "yes", "no" or "undecided"."""
-        return "undecided" if self.undecided else "yes" if self.met else "no"
-
-    @property
-    def increase_text(self) -> str:
-        """The increase with its error."""
-        return Difference(self.increase or 0.0, self.increase_error).short
+    def to_dict(self) -> Any:
+        """Plain data, ready for JSON."""
+        ...
 
     def describe(self) -> str:
-        """The sparsity with what was measured of it."""
-        figures = [f"an accuracy of {value:.3g} on {task}" for task, value in self.accuracy.items()]
-        figures = figures or [f"a perplexity increase of {self.increase_text.removeprefix('+')}"]
-        return f"{Unstructured(self.sparsity)} has {', '.join(figures)}"
+        """The sentences on it for the page of the run; may be empty."""
+        ...
 
 
 @dataclass(frozen=True)
-class SearchResult:
-    """The target of a search, in words, and the sparsities that it tried."""
+class UnknownSection:
+    """A section of an extension that is not installed: it is kept as it is."""
 
-    target: str
-    points: tuple[Point, ...]
+    data: Any
+
+    @classmethod
+    def from_dict(cls, data: Any) -> UnknownSection:
+        """Keep plain data."""
+        return cls(data)
+
+    def to_dict(self) -> Any:
+        """The same."""
+        return self.data
+
+    def describe(self) -> str:
+        """Nothing."""
+        return ""
+
+
+def read_sections(data: Mapping[str, Any], own: Collection[str]) -> dict[str, Section]:
+    """The sections in the plain data of a report, by name.
+
+    Args:
+        own: Names of the entries that are no sections.
+
+    Raises:
+        ValueError: A section is damaged.
+    """
+    known = set(names_of("sections"))
+    kinds = {name: find("sections", name) if name in known else UnknownSection for name in data if name not in own}
+    sections = {}
+    for name, kind in kinds.items():
+        try:
+            sections[name] = kind.from_dict(data[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {first_fault(error)}") from None
+    return sections

@@ -31,10 +31,10 @@ from sparsellm.checkpoints.tensor_index import (
 )
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.extensions.integers.exported import export_differences, is_exported_from
 from sparsellm.methods import LayerResult, Plan
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.exported import export_differences, is_exported_from
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import CARD, REPORT
 from sparsellm.pipeline.outputs import Output, read_finished

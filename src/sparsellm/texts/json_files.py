@@ -83,7 +83,7 @@ def read_record(
         raise refusal(f"{path} has the format {printable(repr(content['format']), 80)}; this version reads {FORMAT}.")
     try:
         return validate(content), content
-    except ValidationError as error:
+    except ValueError as error:  # also pydantic's
         raise refusal(f"{path} is damaged: it is not a {what} ({first_fault(error)}).") from None
 
 

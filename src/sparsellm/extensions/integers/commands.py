@@ -35,7 +35,7 @@ def export(
     Example: sparsellm export opt-70 opt-70-int4 --values int4
     """
     with report_errors(context):
-        from sparsellm.pipeline.compressed_export import export as export_model
+        from sparsellm.extensions.integers.compressed_export import export as export_model
         from sparsellm.runtime.memory import human_bytes
 
         with displayed(f"exporting {model}", context, quiet=quiet) as observe:

@@ -17,7 +17,7 @@ from sparsellm.cli.run_options import RunOptions
 from sparsellm.solvers.integers import BITS_OF
 
 if TYPE_CHECKING:
-    from sparsellm.pipeline.packed_sizes import Packed
+    from sparsellm.extensions.packed.sizes import Packed
 
 ToPack = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
 PackedOut = Annotated[str, typer.Argument(metavar="PACKED", help="Folder to write; must not exist.")]
@@ -48,7 +48,7 @@ class Packing(RunOptions):
 
     def check(self, folders: Mapping[Path, Any], *, resume: bool, overwrite: bool) -> None:
         if self.pack:
-            from sparsellm.pipeline.packing import packed_outputs
+            from sparsellm.extensions.packed.packing import packed_outputs
 
             packed_outputs(folders, resume=resume, overwrite=overwrite)
 
@@ -64,7 +64,7 @@ class Packing(RunOptions):
     ) -> None:
         if not self.pack:
             return
-        from sparsellm.pipeline.packing import pack, packed_outputs
+        from sparsellm.extensions.packed.packing import pack, packed_outputs
 
         for folder, target in packed_outputs(folders, resume=resume, overwrite=overwrite).items():
             with displayed(f"packing {folder}", context, quiet=quiet) as observe:
@@ -93,7 +93,7 @@ def pack(
     Example: sparsellm pack opt-70 opt-70-packed
     """
     with report_errors(context):
-        from sparsellm.pipeline.packing import pack as pack_model
+        from sparsellm.extensions.packed.packing import pack as pack_model
 
         with displayed(f"packing {model}", context, quiet=quiet) as observe:
             result = pack_model(
@@ -155,7 +155,7 @@ def unpack(
     with report_errors(context):
         from dataclasses import asdict
 
-        from sparsellm.pipeline.packing import unpack as unpack_model
+        from sparsellm.extensions.packed.packing import unpack as unpack_model
         from sparsellm.runtime.memory import human_bytes
 
         with displayed(f"unpacking {packed}", context, quiet=quiet) as observe:

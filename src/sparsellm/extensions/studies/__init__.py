@@ -3,5 +3,6 @@
 from sparsellm.extension import Extension
 
 EXTENSION = Extension(
-    commands={name: f"sparsellm.extensions.studies.commands:{name}" for name in ("sweep", "search", "report", "bench", "demo")}
+    commands={name: f"sparsellm.extensions.studies.commands:{name}" for name in ("sweep", "search", "report", "bench", "demo")},
+    sections={"search": "sparsellm.extensions.studies.search_result:SearchResult"},
 )

@@ -32,7 +32,7 @@ from sparsellm.errors import plural
 
 if TYPE_CHECKING:
     from sparsellm.extensions.studies.compare import Comparison
-    from sparsellm.pipeline.results import Point
+    from sparsellm.extensions.studies.search_result import Point
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
 SweepOut = Annotated[

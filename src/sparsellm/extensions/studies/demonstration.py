@@ -14,7 +14,10 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH
+from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH
+from sparsellm.extensions.packed.packing import pack
+from sparsellm.extensions.packed.speed import measure_bench
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.pipeline.events import (
     MEASURING,
     PRUNING,
@@ -26,12 +29,9 @@ from sparsellm.pipeline.events import (
     Stage,
     advance_by,
 )
-from sparsellm.pipeline.packing import pack
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_fields import METHODS
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.speed import measure_bench
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text

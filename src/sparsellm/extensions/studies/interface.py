@@ -14,6 +14,9 @@ import torch
 from sparsellm.checkpoints.files import checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.extensions.packed.card import record_speed, recordable
+from sparsellm.extensions.packed.speed import measure_bench
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.compare import Comparison, read_comparison
 from sparsellm.extensions.studies.figures import style
 from sparsellm.extensions.studies.page import comparison_page, figure_files, page_name, report_page, speed_page
@@ -28,12 +31,9 @@ from sparsellm.pipeline.events import Observer, combine_observers
 from sparsellm.pipeline.keyword_types import PruneKeywords
 from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.output_folder import REPORT, WORK, check_place, check_results
-from sparsellm.pipeline.packed_card import record_speed, recordable
 from sparsellm.pipeline.recipe_fields import MethodName
 from sparsellm.pipeline.recipe_file import read_search
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.speed import measure_bench
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path

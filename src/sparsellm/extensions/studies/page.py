@@ -15,6 +15,8 @@ from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import capitalized, plural
+from sparsellm.extensions.packed.sizes import Packed
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.compare import Comparison, Table
 from sparsellm.extensions.studies.figures import Plot, style
 from sparsellm.extensions.studies.measures import Figure, error_legend, evaluations, headlines, spoken
@@ -33,7 +35,6 @@ from sparsellm.pipeline.recipe_fields import without_defaults
 from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import NOT_PRUNED, Report, read_report
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.pipeline.zeros_before import counts
 from sparsellm.texts.paths import local_path
 
@@ -212,14 +213,15 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         for x, y in figures.items()
     ]
     states = list(dict.fromkeys((report.start, "pruned", report.result)))
-    bench = report.packing.bench if report.packing else None
+    packing = Packed.of(report)
+    bench = packing.bench if packing else None
     tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
     return Page(
         title=f"{name}: {Path(recipe.model).name} {state}",
         verdict=[verdict(report, verified)],
         lead=f"{recipe.model} was {made if report.blocks else state}. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
-        + (f" {report.packing.describe()}" if report.packing else ""),
+        + "".join(f" {text}" for section in report.sections.values() if (text := section.describe())),
         remarks=[f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
         notes=report.notes,
         tables=tables | (speed_tables(bench) if bench else {}),

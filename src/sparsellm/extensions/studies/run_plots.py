@@ -19,6 +19,7 @@ from sparsellm.extensions.studies.figures import (
     plain_numbers,
 )
 from sparsellm.extensions.studies.measures import short_names, value_with_error
+from sparsellm.extensions.studies.search_result import SearchResult
 from sparsellm.methods import BlockResult, LayerResult, TrainingResult
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.training_outcome import WHOLE_MODEL
@@ -49,7 +50,7 @@ def at_bound(layers: Sequence[LayerResult]) -> dict[str, str]:
 
 def searched(report: Report) -> Plot | None:
     """The curve of a search: perplexity or accuracy, on the first text or task, against the sparsity."""
-    if (search := report.search) is None:
+    if (search := SearchResult.of(report)) is None:
         return None
     points = [(x, value) for x in search.points for value in [*x.perplexity.values(), *x.accuracy.values()][:1]]
     if not points:

@@ -14,6 +14,7 @@ from pathlib import Path
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
+from sparsellm.extensions.studies.search_result import SEARCH, Point, SearchResult
 from sparsellm.extensions.studies.sweep_cells import Cell
 from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell
 from sparsellm.extensions.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
@@ -26,7 +27,6 @@ from sparsellm.pipeline.output_folder import WORK
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import validated
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.results import Point, SearchResult
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result, claimed
 from sparsellm.runtime import collectives
@@ -179,7 +179,7 @@ class _Searcher:
             if (point := self._add(sparsity, self._recipe, result.report)).met:
                 if note := bound_note(point, self._target, self._grid):
                     add_note(note, result.report, self._observe)
-                result.report.search = SearchResult(str(self._target), tuple(self._sorted()))
+                result.report.sections[SEARCH] = SearchResult(str(self._target), tuple(self._sorted()))
                 self._observe(Stage(WRITING))
                 result.save_pretrained(self._output, overwrite=True)
 
@@ -187,7 +187,7 @@ class _Searcher:
         self._announce(f"{name} {Unstructured(sparsity)}")
         with cell_folder.taken():
             result = run_cell(cell_folder, self._runs, finish=save)
-            if result.report.search is None:
+            if SEARCH not in result.report.sections:
                 cell_folder.finish(result)
                 return None
         found = outcome(self._points[True, sparsity], self._target)

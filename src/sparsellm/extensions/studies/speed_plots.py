@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sparsellm.errors import plural
+from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.figures import COLORS, FIGURE_WIDTH, INK, Plot, new_figure
-from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 
 SPEED_COLUMNS = ["form", "sequences", "tokens/s", "× torch", "× ceiling", "prefill/s", "memory"]

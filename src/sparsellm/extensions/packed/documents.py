@@ -20,9 +20,9 @@ from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting, checkpoint_errors
 from sparsellm.extensions.packed.packed_files import is_packed, packed_entries, parts_of
+from sparsellm.extensions.packed.sizes import MatrixSize
 from sparsellm.pipeline.output_folder import ANEW, REPORT
 from sparsellm.pipeline.outputs import read_finished
-from sparsellm.pipeline.packed_sizes import MatrixSize
 from sparsellm.pipeline.report_differences import raise_if_any, tensor_differences
 from sparsellm.texts.json_files import FORMAT
 

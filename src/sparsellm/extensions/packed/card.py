@@ -8,10 +8,10 @@ from pathlib import Path, PurePath
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import InvalidSetting, VerificationFailed
+from sparsellm.extensions.packed.sizes import PACKING, Packed
+from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.pipeline.output_folder import CARD, REPORT
 from sparsellm.pipeline.outputs import Output, read_finished
-from sparsellm.pipeline.packed_sizes import Packed
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.json_files import durable, strict_json
 
@@ -61,7 +61,7 @@ def recordable(packed: str | Path) -> Output:
         VerificationFailed: The report was changed since it was written.
     """
     output = read_finished(packed)
-    if output.report.packing is None:
+    if PACKING not in output.report.sections:
         raise InvalidSetting(f"`record=True` is for what pack wrote, and {packed} has no sizes in its {REPORT}. Leave it out.")
     if report_digest(output.content) != output.digests.report:
         raise VerificationFailed(f"{REPORT} of {packed} was changed since it was written. Pack the model again.")

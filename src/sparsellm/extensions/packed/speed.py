@@ -12,11 +12,7 @@ from torch import nn
 from sparsellm.checkpoints.files import checkpoint_name, find_checkpoint
 from sparsellm.checkpoints.loading import context_length, open_checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
-from sparsellm.formats import kernels
-from sparsellm.formats.linear import PackedLinear
-from sparsellm.formats.packed_experts import PackedExperts
-from sparsellm.models.experts import experts_of
-from sparsellm.pipeline.decoding_speed import (
+from sparsellm.extensions.packed.decoding_speed import (
     DECODING_ROUNDS,
     KERNEL,
     PACKED,
@@ -27,9 +23,13 @@ from sparsellm.pipeline.decoding_speed import (
     weight_bytes,
     with_own_kernel,
 )
+from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.formats import kernels
+from sparsellm.formats.linear import PackedLinear
+from sparsellm.formats.packed_experts import PackedExperts
+from sparsellm.models.experts import experts_of
 from sparsellm.pipeline.fingerprint import environment
 from sparsellm.pipeline.recipe_fields import MOST
-from sparsellm.pipeline.speed_record import Bench
 from sparsellm.runtime import memory
 
 PROMPT_TOKENS = 128

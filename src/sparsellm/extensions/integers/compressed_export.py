@@ -19,12 +19,12 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.extensions.integers.exported import MAX_EXPORTED_GROUP, export_format
+from sparsellm.extensions.packed.conversion import Observe, converted, finish
+from sparsellm.extensions.packed.documents import Source, copy_files, read_checked
 from sparsellm.extensions.packed.packed_files import FileWriter
 from sparsellm.extensions.quantized.schemes import pack_integers, unpack_integers
-from sparsellm.pipeline.conversion import Observe, converted, finish
-from sparsellm.pipeline.exported import MAX_EXPORTED_GROUP, export_format
 from sparsellm.pipeline.output_folder import CARD, SCALES_FILE
-from sparsellm.pipeline.packed_documents import Source, copy_files, read_checked
 from sparsellm.pipeline.quantization_file import check_unrounded, exact_integers, read_scales
 from sparsellm.pipeline.saving import claimed
 from sparsellm.runtime.memory import human_bytes

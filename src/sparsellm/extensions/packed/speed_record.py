@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.pipeline.decoding_speed import CEILING, PACKED, TORCH, Speed
+from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.runtime.memory import human_bytes
 
 

@@ -17,6 +17,9 @@ from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
+from sparsellm.extensions.packed.card import dense_card, packed_card
+from sparsellm.extensions.packed.conversion import Observe, converted, finish
+from sparsellm.extensions.packed.documents import Source, copy_files, matrix_sizes, read_checked, report_of
 from sparsellm.extensions.packed.packed_files import (
     PACKED_METHOD,
     PACKED_VERSION,
@@ -26,15 +29,12 @@ from sparsellm.extensions.packed.packed_files import (
     is_packed,
     metadata_of,
 )
+from sparsellm.extensions.packed.sizes import Packed, Unpacked
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
-from sparsellm.pipeline.conversion import Observe, converted, finish
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import CARD, is_finished
 from sparsellm.pipeline.outputs import read_output
-from sparsellm.pipeline.packed_card import dense_card, packed_card
-from sparsellm.pipeline.packed_documents import Source, copy_files, matrix_sizes, read_checked, report_of
-from sparsellm.pipeline.packed_sizes import Packed, Unpacked
 from sparsellm.pipeline.quantization_file import (
     check_unrounded,
     exact_integers,

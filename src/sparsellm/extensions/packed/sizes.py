@@ -6,9 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from sparsellm.errors import printable
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.pipeline.speed_record import Bench
+from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.pipeline.report import Report
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.integers import integer_name
 
@@ -106,10 +109,27 @@ class Packed(Summarized):
             return text
         return f"{text} Decoding on {printable(self.bench.machine)}: {'. '.join(self.bench.describe())}."
 
+    @classmethod
+    def from_dict(cls, data: Any) -> Packed:
+        """Read plain data. Raises pydantic's ValidationError."""
+        return PACKED_SIZES.validate_python(data)
+
+    @classmethod
+    def of(cls, report: Report) -> Packed | None:
+        """The sizes in the report of a packed model; None in that of another one."""
+        section = report.sections.get(PACKING)
+        return section if isinstance(section, cls) else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the report."""
         speeds = {"bench": self.bench.to_dict()} if self.bench else {}
         return {key: x for key, x in asdict(self).items() if key not in ("output", "bench")} | {"bits": self.bits} | speeds
+
+
+PACKING = "packing"
+"""Name of the section of a report that has the sizes."""
+
+PACKED_SIZES = TypeAdapter(Packed)
 
 
 @dataclass(frozen=True, repr=False)

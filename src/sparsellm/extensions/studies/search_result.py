@@ -1,0 +1,87 @@
+"""The points of a search, and the section of a report that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from sparsellm.evaluation.differences import Difference
+from sparsellm.pipeline.report import Report
+from sparsellm.solvers.patterns import Unstructured
+
+
+@dataclass(frozen=True)
+class Point:
+    """One sparsity of a search.
+
+    Attributes:
+        effort: Effort of the method sparsellm, or the name of another method.
+        met: Whether the target is met.
+        undecided: Whether that cannot be told, because the measurement is within its error of the target.
+        increase: Its largest relative increase over the texts; None if none was measured.
+        increase_error: Paired standard error of that increase; None if it is unknown.
+        size: Bytes of the packed weights; None unless the target is a size.
+    """
+
+    sparsity: float
+    effort: str
+    met: bool
+    perplexity: Mapping[str, float]
+    increase: float | None
+    accuracy: Mapping[str, float]
+    size: int | None
+    seconds: float
+    undecided: bool = False
+    increase_error: float | None = None
+
+    @property
+    def answer(self) -> str:
+        """Whether the target is met, for a table: "yes", "no" or "undecided"."""
+        return "undecided" if self.undecided else "yes" if self.met else "no"
+
+    @property
+    def increase_text(self) -> str:
+        """The increase with its error."""
+        return Difference(self.increase or 0.0, self.increase_error).short
+
+    def describe(self) -> str:
+        """The sparsity with what was measured of it."""
+        figures = [f"an accuracy of {value:.3g} on {task}" for task, value in self.accuracy.items()]
+        figures = figures or [f"a perplexity increase of {self.increase_text.removeprefix('+')}"]
+        return f"{Unstructured(self.sparsity)} has {', '.join(figures)}"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The target of a search, in words, and the sparsities that it tried."""
+
+    target: str
+    points: tuple[Point, ...]
+
+    @classmethod
+    def from_dict(cls, data: Any) -> SearchResult:
+        """Read plain data. Raises pydantic's ValidationError."""
+        return SEARCH_RESULT.validate_python(data)
+
+    @classmethod
+    def of(cls, report: Report) -> SearchResult | None:
+        """The search in a report; None if there is none."""
+        section = report.sections.get(SEARCH)
+        return section if isinstance(section, cls) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Nothing: its points are a plot of the page."""
+        return ""
+
+
+SEARCH = "search"
+"""Name of the section."""
+
+SEARCH_RESULT = TypeAdapter(SearchResult)
