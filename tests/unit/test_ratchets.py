@@ -17,7 +17,7 @@ LINES = {
     ".": 751,
     "activations": 1_317,
     "allocation": 661,
-    "checkpoints": 3_152,
+    "checkpoints": 3_153,
     "cli": 1_367,
     "evaluation": 1_055,
     "extensions": 8_377,

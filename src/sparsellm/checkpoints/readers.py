@@ -155,9 +155,10 @@ def reader_of(name: str, fields: Mapping[str, Any]) -> Reader | None:
     method = str(settings.get("quant_method"))
     kind = find("readers", method)
     if kind is None:
+        read = ", ".join(sorted(names_of("readers")))
         raise UnsupportedModel(
-            f"{name} is quantized by {method[:40]}, which is not read; what is read is {', '.join(names_of('readers'))}. Prune "
-            "the plain checkpoint that it was made from, or dequantize it with the program that wrote it."
+            f"{name} is quantized by {method[:40]}, which is not read; what is read is {read}. Prune the plain checkpoint that "
+            "it was made from, or dequantize it with the program that wrote it."
         )
     reader: Reader = kind(name, fields)
     return reader
