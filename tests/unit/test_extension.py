@@ -144,3 +144,13 @@ def test_a_section_of_a_report(tmp_path: Path, program: Program) -> None:
     install(tmp_path, "my-pruner", SECTION)
     assert program("report", out).returncode == 0
     assert "Noted: all is well." in (tmp_path / "out.html").read_text(encoding="utf-8")
+    for broken in ({}, []):
+        file.write_text(json.dumps(written | {"notes_of_mine": broken}), encoding="utf-8")
+        done = program("report", out)
+        assert done.returncode == 1
+        assert "notes_of_mine" in done.stderr
+    install(tmp_path, "other", SECTION.replace("my_pruner:Notes", "other:Missing").replace("notes_of_mine", "notes_too"))
+    file.write_text(json.dumps(written | {"notes_too": 1}), encoding="utf-8")
+    done = program("report", out)
+    assert done.returncode == 0
+    assert "other:Missing of the package other cannot be imported" in done.stderr

@@ -64,14 +64,18 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        keywords: dict[str, Any] = {
-            "resume": resume,
-            "restart": restart,
-            "overwrite": overwrite,
-            "quiet": quiet,
-            "as_json": as_json,
-        }
-        write_outputs(context, recipes, output, is_main, extras=extras, **keywords)
+        write_outputs(
+            context,
+            recipes,
+            output,
+            is_main,
+            resume=resume,
+            restart=restart,
+            overwrite=overwrite,
+            extras=extras,
+            quiet=quiet,
+            as_json=as_json,
+        )
 
 
 def write_outputs(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import capitalized, plural
-from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, is_fraction, mean, measure_of
+from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, change_of, is_fraction, mean, measure_of
 from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
 from sparsellm.pipeline.report import Report, When
@@ -95,12 +95,6 @@ def print_evaluation(console: Console, result: Evaluation, against: str | None) 
         show(console, text_table(["task", "metric", *columns, "questions"], rows))
 
 
-def _change(pair: Mapping[When, AnyMeasurement]) -> str:
-    """The change of a measured value from the dense model's; empty if it is unknown."""
-    both = "dense" in pair and "pruned" in pair
-    return change.in_table if both and (change := pair["pruned"].against(pair["dense"])) else ""
-
-
 def print_several(console: Console, reports: Mapping[str, Report]) -> None:
     """Print the results of several runs on one model, by the folder of each, below those of the model before."""
     first, *_ = reports.values()
@@ -111,8 +105,8 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
         values += [task_value(x) if (x := report.tasks.get(name, {}).get(when)) else "-" for name in tasks]
         if when == "dense":
             return values
-        changes = [_change(report.perplexity.get(x, {})) for x in texts] + [_change(report.tasks.get(x, {})) for x in tasks]
-        return [f"{value} ({change})" if change else value for value, change in zip(values, changes, strict=True)]
+        changes = [change_of(report.perplexity.get(x, {})) for x in texts] + [change_of(report.tasks.get(x, {})) for x in tasks]
+        return [f"{value} ({change.in_table})" if change else value for value, change in zip(values, changes, strict=True)]
 
     head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts)]
     head += [f"{name}, %" if is_fraction(next(iter(x.values())).metric) else name for name, x in first.tasks.items()]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePath
-from typing import Protocol
+from typing import Any, Protocol
 
 from sparsellm.errors import printable
 from sparsellm.evaluation.differences import Difference, Parts, difference, paired_error
@@ -86,6 +86,13 @@ class Accuracy:
         """The difference from another model's, with the paired error if both are of the same questions."""
         error = paired_error(self.parts, other.parts)
         return difference(self.value, other.value, error, share=is_fraction(self.metric))
+
+
+def change_of(pair: Mapping[Any, Perplexity] | Mapping[Any, Accuracy]) -> Difference | None:
+    """The change of the entry "pruned" from the entry "dense"; None if either was not measured."""
+    pruned: Any = pair.get("pruned")
+    dense = pair.get("dense")
+    return pruned.against(dense) if pruned and dense else None
 
 
 def measure_of(metric: str) -> str:

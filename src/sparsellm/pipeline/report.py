@@ -12,7 +12,7 @@ from pydantic import AliasPath, Field, PlainValidator, TypeAdapter, ValidationEr
 from sparsellm.checkpoints.files import Origin
 from sparsellm.errors import BadCheckpoint, MissingPackage, plural
 from sparsellm.evaluation.differences import Difference
-from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, plus_minus
+from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, change_of, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.pipeline import card
@@ -228,8 +228,7 @@ class Report(Summarized):
 
     def change(self, text: str) -> Difference | None:
         """The change of a perplexity from the dense model; None if either was not measured."""
-        pair = self.perplexity[text]
-        return pair["pruned"].against(pair["dense"]) if "dense" in pair and "pruned" in pair else None
+        return change_of(self.perplexity[text])
 
     def change_by_recovery(self, text: str) -> Difference | None:
         """The change of a perplexity by a recovery, from the pruned checkpoint; None if either was not measured."""

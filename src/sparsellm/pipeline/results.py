@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
-from sparsellm.extension import find, names_of
+from sparsellm.checkpoints.remarks import remark
+from sparsellm.errors import InvalidSetting
+from sparsellm.extension import find
 from sparsellm.texts.json_files import first_fault
 
 
@@ -60,7 +62,7 @@ class Section(Protocol):
 
 @dataclass(frozen=True)
 class UnknownSection:
-    """A section of an extension that is not installed: it is kept as it is."""
+    """A section of an extension that is not installed or cannot be imported: it is kept as it is."""
 
     data: Any
 
@@ -87,12 +89,15 @@ def read_sections(data: Mapping[str, Any], own: Collection[str]) -> dict[str, Se
     Raises:
         ValueError: A section is damaged.
     """
-    known = set(names_of("sections"))
-    kinds = {name: find("sections", name) if name in known else UnknownSection for name in data if name not in own}
-    sections = {}
-    for name, kind in kinds.items():
+    sections: dict[str, Section] = {}
+    for name in (name for name in data if name not in own):
+        try:
+            kind = find("sections", name) or UnknownSection
+        except InvalidSetting as error:  # a section that cannot be read is kept, and stops no command
+            remark(str(error).removesuffix("."), ("section", name))
+            kind = UnknownSection
         try:
             sections[name] = kind.from_dict(data[name])
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # the last ones from code of others
             raise ValueError(f"{name}: {first_fault(error)}") from None
     return sections

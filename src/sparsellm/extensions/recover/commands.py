@@ -44,11 +44,16 @@ def recover(
         from sparsellm.pipeline.recover import recover_run
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
-        keywords: dict[str, Any] = {
-            "resume": resume,
-            "restart": restart,
-            "overwrite": overwrite,
-            "quiet": quiet,
-            "as_json": as_json,
-        }
-        write_outputs(context, [recipe], output, is_main, extras=extras, function=recover_run, **keywords)
+        write_outputs(
+            context,
+            [recipe],
+            output,
+            is_main,
+            resume=resume,
+            restart=restart,
+            overwrite=overwrite,
+            extras=extras,
+            quiet=quiet,
+            as_json=as_json,
+            function=recover_run,
+        )

@@ -20,7 +20,7 @@ class Point:
     Attributes:
         effort: Effort of the method sparsellm, or the name of another method.
         met: Whether the target is met.
-        undecided: Whether that cannot be told, because the measurement is within its error of the target.
+        undecided: Whether the measurement is within its error of the target, so that `met` may be wrong.
         increase: Its largest relative increase over the texts; None if none was measured.
         increase_error: Paired standard error of that increase; None if it is unknown.
         size: Bytes of the packed weights; None unless the target is a size.
