@@ -19,6 +19,7 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import TokenCount
 
 UNKNOWN_FAMILY = (
@@ -209,6 +210,32 @@ class BlockShapes:
     def forward_bytes(self) -> float:
         """Bytes that a forward pass holds for each token at its peak: hidden signals, and some tensors of the width."""
         return self.itemsize * ((1 + self.projections) * self.hidden + (2 + self.projections) * self.width)
+
+
+class AfterSolve(Protocol):
+    """What is done to each solved weight before it is written: a projection, such as rounding to few bits."""
+
+    def project(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
+        """Project a layer's solved weight; what goes with the result, such as scales, is kept in `block.scales`.
+
+        Args:
+            block: The block.
+            name: The layer, by its name within the block.
+            weight: The solved weight, (out, in).
+            problem: The problem that it solves.
+
+        Returns:
+            The projected weight, (out, in) float32, zero where the solved one is.
+        """
+        ...
+
+    def broadcast(self, block: Block, name: str, owner: int) -> None:
+        """Send what goes with the projected weight from the process of this rank, which projected it, to all."""
+        ...
+
+    def fields_of(self, full_name: str, weight: Tensor) -> dict[str, Any]:
+        """The fields of `LayerResult` that describe the projection of the layer of this full name."""
+        ...
 
 
 @runtime_checkable

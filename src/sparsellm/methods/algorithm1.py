@@ -14,6 +14,7 @@ from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods import (
     UNKNOWN_FAMILY,
+    AfterSolve,
     BlockShapes,
     EpochResult,
     LayerResult,
@@ -28,7 +29,6 @@ from sparsellm.methods import (
 )
 from sparsellm.methods.auxiliary_signals import ERROR_TOKENS, AuxiliarySignals
 from sparsellm.methods.layerwise import LayerWise, collect_statistics, measure_layer, problem_of, prune_layer, solve
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
@@ -65,7 +65,7 @@ class PublishedSparseLLM:
             layer-wise pruning.
         keep_best: Whether to return the epoch with the smallest true feed-forward error instead of the last one.
         keep_zeros: Whether weights that are already zero stay zero.
-        values: What the kept weights are rounded to; None to leave them as they are.
+        after_solve: What is done to each solved weight before it is written; None for nothing.
     """
 
     solver: LayerSolver = field(default_factory=SparseGPT)
@@ -76,7 +76,7 @@ class PublishedSparseLLM:
     scope: frozenset[int] | None = None
     keep_best: bool = False
     keep_zeros: bool = False
-    values: IntegerValues | None = None
+    after_solve: AfterSolve | None = None
 
     needs_dense_stream: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
@@ -110,7 +110,7 @@ class PublishedSparseLLM:
         if parts:
             yield from self._prune_coupled(block, parts, inputs, plan)
         else:
-            yield from LayerWise(self.solver, self.keep_zeros, self.values).prune(block, inputs, plan)
+            yield from LayerWise(self.solver, self.keep_zeros, self.after_solve).prune(block, inputs, plan)
 
     def block_memory(self, shapes: BlockShapes) -> Memory:
         """Layer-wise pruning, and in further epochs the signals of the parts and new solves of their layers."""
@@ -161,15 +161,15 @@ class PublishedSparseLLM:
                 problems[name],
                 solver=self.solver,
                 plan=plan,
-                values=self.values,
+                after_solve=self.after_solve,
                 routed_tokens=inputs.expert_tokens(block, name),
             )
             for name in local
         )
         yield from broadcast_results(block, owners, results)
-        if self.values:
+        if self.after_solve:
             for name, owner in owners.items():
-                self.values.broadcast_scales(block, name, owner)
+                self.after_solve.broadcast(block, name, owner)
         for part, part_signals in zip(parts, signals, strict=True):
             part_problems = {name: problems[name] for name in (*part.in_proj, part.out_proj)}
             for result in self._prune_part(block, part_signals, part_problems, plan):
@@ -204,10 +204,10 @@ class PublishedSparseLLM:
             raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try `dtype='float32'`.")
         for name, weight in best.weights.items():
             final = weight
-            if self.values:  # toward the solved weight, since its targets are not kept
+            if self.after_solve:  # toward the solved weight, since its targets are not kept
                 problem = replace(problems[name], weight=weight)
-                final = self.values.rounded_layer(block, name, weight, problem)
-                self.values.broadcast_scales(block, name, 0)
+                final = self.after_solve.project(block, name, weight, problem)
+                self.after_solve.broadcast(block, name, 0)
             block.write(name, final)
             damping, seconds = best.spent[name]
             yield measure_layer(block, name, problems[name], plan=plan, damping=damping, seconds=seconds, epoch=best.epoch)

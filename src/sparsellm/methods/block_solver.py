@@ -12,11 +12,10 @@ from torch import Tensor
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
+from sparsellm.methods import LAYER_RESULT, AfterSolve, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
 from sparsellm.methods.feedforward_problem import SAMPLED, FeedForwardProblem, PartWeights, moved, weights_of
 from sparsellm.methods.gauss_newton import gauss_newton_changes
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
@@ -49,7 +48,7 @@ class Settings:
     sampled: int = SAMPLED
     scope: Scope = "feedforward"
     keep_zeros: bool = False
-    values: IntegerValues | None = None
+    after_solve: AfterSolve | None = None
 
     def __post_init__(self) -> None:
         if self.gauss_newton_steps < 0:
@@ -103,7 +102,7 @@ class BlockSolver:
         """
         regressions = self._targets.regressions(names, last)
         tasks = [Task(name, regressions[name], self._curvatures.get(name)) for name in names]
-        self._solve(tasks, self._settings.values)
+        self._solve(tasks, self._settings.after_solve)
         self._targets.mark_final(names)
 
     def solve_part(self, feed_forward: FeedForward, fisher: Tensor) -> Iterator[EpochResult]:
@@ -149,19 +148,19 @@ class BlockSolver:
 
     def _solve_jointly(self, regressions: Mapping[str, Regression], problem: FeedForwardProblem) -> Iterator[EpochResult]:
         """Solve the layers of a feed-forward part, given the regressions of its input projections, which are freed early."""
-        names, rounds, values = problem.names, self._settings.gauss_newton_steps, self._settings.values
+        names, rounds, after_solve = problem.names, self._settings.gauss_newton_steps, self._settings.after_solve
         # Nothing may be fitted to what judges the rounds, and the first solve is measured on the same tokens as they are.
         training, judge = problem.split() if rounds else (problem, problem)
         curvatures = problem.curvatures(self._weights(names))
         energy = max(judge.target_energy(), 1e-30)
         tasks = [Task(name, regressions[name], curvatures.pop(name)) for name in names[:-1]]
         del regressions
-        self._solve([*tasks] if values else tasks)  # which empties the list
+        self._solve([*tasks] if after_solve else tasks)  # which empties the list
         self._solve([Task(names[-1], training.regression(self._weights(names)), problem.fisher)])
         yield EpochResult(self._block.name, 1, "solve", judge.error(self._weights(names)) / energy, True)
         yield from self._gauss_newton(problem, names, energy) if rounds else ()
-        if values:
-            self._round_part(problem, tasks, values)
+        if after_solve:
+            self._project_part(problem, tasks, after_solve)
             yield EpochResult(self._block.name, 1, "round", judge.error(self._weights(names)) / energy, True)
 
     def _gauss_newton(self, problem: FeedForwardProblem, names: tuple[str, ...], energy: float) -> Iterator[EpochResult]:
@@ -177,7 +176,7 @@ class BlockSolver:
             if not new_error < error:
                 break
             error = new_error
-        if not self._settings.values:  # else the refit follows the rounding
+        if not self._settings.after_solve:  # else the refit follows the rounding
             weight, _ = self._weights(names[-1:])[names[-1]]
             self._write({names[-1]: self._refitted(problem, problem.regression(self._weights(names)), weight)})
 
@@ -203,23 +202,23 @@ class BlockSolver:
         for name in planned_layers(self._block, self._plan):
             yield replace(self._results[name], zeros=count_zeros(self._block.layer(name).weight))
 
-    def _solve(self, tasks: list[Task], values: IntegerValues | None = None) -> None:
-        """Solve layers toward their targets, in parallel over processes, and write weights, rounded to `values`, and biases.
+    def _solve(self, tasks: list[Task], after_solve: AfterSolve | None = None) -> None:
+        """Solve layers toward their targets, in parallel over processes, and write biases, and weights after `after_solve`.
 
-        The list is emptied: without `values`, the curvature and products of a layer are freed as soon as the layer is solved.
+        The list is emptied: without `after_solve`, curvature and products of a layer are freed as soon as the layer is solved.
         """
         by_name, regressions = {task.name: task for task in tasks}, {task.name: task.regression for task in tasks}
         tasks.clear()
 
         def solve_task(name: str) -> tuple[Tensor, dict[str, Any]]:
-            weight, result = self._solve_task(by_name[name] if values else by_name.pop(name))
+            weight, result = self._solve_task(by_name[name] if after_solve else by_name.pop(name))
             return weight, LAYER_RESULT.dump_python(result, mode="json")
 
         for name, weight, result in solve_in_parallel(self._block, list(by_name), solve_task):
             self._results[name], self._keep[name] = LAYER_RESULT.validate_python(result), weight != 0
             regression, final = regressions.pop(name), weight
-            if values:
-                final, kept = self._rounded(by_name[name], weight, values), self._results[name]
+            if after_solve:
+                final, kept = self._projected(by_name[name], weight, after_solve), self._results[name]
                 self._results[name] = replace(kept, error=relative_error(regression.error(final), regression.power))
             self._write({name: (final, regression.bias(final))})
 
@@ -251,25 +250,25 @@ class BlockSolver:
         prior = self._block.layer(task.name).weight.detach().float()
         return task.regression.problem(prior, task.curvature)
 
-    def _rounded(self, task: Task, weight: Tensor, values: IntegerValues) -> Tensor:
+    def _projected(self, task: Task, weight: Tensor, after_solve: AfterSolve) -> Tensor:
         """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
-        rounded = values.rounded_layer(self._block, task.name, weight, self._layer_problem(task))
-        values.broadcast_scales(self._block, task.name, 0)
+        rounded = after_solve.project(self._block, task.name, weight, self._layer_problem(task))
+        after_solve.broadcast(self._block, task.name, 0)
         return collectives.broadcast(0, rounded)
 
-    def _round_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], values: IntegerValues) -> None:
+    def _project_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], after_solve: AfterSolve) -> None:
         """Round the input projections, then the output projection, refitted to what they give."""
         names = problem.names
         for task in tasks:
-            self._write_rounded(task, self._weights(names)[task.name], values)
+            self._write_projected(task, self._weights(names)[task.name], after_solve)
         weights = self._weights(names)
         task = Task(names[-1], problem.regression(weights), problem.fisher)
-        self._write_rounded(task, self._refitted(problem, task.regression, weights[names[-1]][0]), values)
+        self._write_projected(task, self._refitted(problem, task.regression, weights[names[-1]][0]), after_solve)
 
-    def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: IntegerValues) -> None:
+    def _write_projected(self, task: Task, current: tuple[Tensor, Tensor | None], after_solve: AfterSolve) -> None:
         """Round a weight and write it, with the bias that keeps the mean of the outputs."""
         weight, bias = current
-        rounded = self._rounded(task, weight, values)
+        rounded = self._projected(task, weight, after_solve)
         if bias is not None:
             bias = bias + (weight - rounded) @ task.regression.inputs.mean
         self._write({task.name: (rounded, bias)})

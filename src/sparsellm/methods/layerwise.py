@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, SingularGram
 from sparsellm.methods import (
+    AfterSolve,
     BlockShapes,
     EpochResult,
     LayerResult,
@@ -31,9 +32,6 @@ from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error, solve_bytes
 from sparsellm.solvers.statistics import STORED, Gram, InputRMS, TokenCount
 
-if TYPE_CHECKING:
-    from sparsellm.methods.rounding import IntegerValues
-
 LARGEST_DAMPING = 1.0
 """Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
 
@@ -50,12 +48,12 @@ class LayerWise:
     Attributes:
         solver: Any layer solver.
         keep_zeros: Whether weights that are already zero stay zero.
-        values: What the kept weights are rounded to; None to leave them as they are.
+        after_solve: What is done to each solved weight before it is written; None for nothing.
     """
 
     solver: LayerSolver
     keep_zeros: bool = False
-    values: IntegerValues | None = None
+    after_solve: AfterSolve | None = None
 
     needs_dense_stream: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
@@ -85,20 +83,23 @@ class LayerWise:
         statistics = collect_statistics(block, inputs, dict.fromkeys(names, self.solver.needs))
         owners = assign_owners(block, names)
         local = {name: statistics[name] for name in names if owners[name] == collectives.rank()}
-        if isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device) and not (self.keep_zeros or self.values):
+        is_plain = not (self.keep_zeros or self.after_solve)
+        if is_plain and isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device):
             results = _prune_non_blocking(block, inputs, local, solver=self.solver, plan=plan)
         else:
             results = (self._prune_one(block, inputs, name, layer_stats, plan=plan) for name, layer_stats in local.items())
         yield from broadcast_results(block, owners, results)
-        if self.values:
+        if self.after_solve:
             for name, owner in owners.items():
-                self.values.broadcast_scales(block, name, owner)
+                self.after_solve.broadcast(block, name, owner)
 
     def _prune_one(self, block: Block, inputs: Activations, name: str, statistics: TokenCount, *, plan: Plan) -> LayerResult:
         """Prune one layer."""
         statistics.finalize()
         problem, routed = problem_of(block, name, statistics, self.keep_zeros), inputs.expert_tokens(block, name)
-        return prune_layer(block, name, problem, solver=self.solver, plan=plan, values=self.values, routed_tokens=routed)
+        return prune_layer(
+            block, name, problem, solver=self.solver, plan=plan, after_solve=self.after_solve, routed_tokens=routed
+        )
 
 
 def collect_statistics(
@@ -205,15 +206,15 @@ def prune_layer(
     *,
     solver: LayerSolver,
     plan: Plan,
-    values: IntegerValues | None = None,
+    after_solve: AfterSolve | None = None,
     routed_tokens: int | None = None,
 ) -> LayerResult:
-    """Solve one layer, round the weight if there are `values`, and write it."""
+    """Solve one layer, project the weight by `after_solve`, and write it."""
     started = time.perf_counter()
     full_name = block.full_name(name)
     weight, damping = solve(solver, problem, plan[full_name], name=full_name)
-    if values:
-        weight = values.rounded_layer(block, name, weight, problem)
+    if after_solve:
+        weight = after_solve.project(block, name, weight, problem)
     block.write(name, weight)
     seconds = time.perf_counter() - started
     return measure_layer(block, name, problem, plan=plan, damping=damping, seconds=seconds, routed_tokens=routed_tokens)

@@ -42,8 +42,8 @@ class SparseLLM(Settings):
        The targets of the two output projections also correct the error that the residual stream has accumulated.
     2. Gauss-Newton rounds with fixed masks, with a refit of the output projection after each. A round is kept if it lowers the
        error on held-out tokens.
-    3. With `values`, the layers of step 1 outside the feed-forward part are rounded as they are solved. The input projections
-       are rounded after step 2, then the output projection is refitted to what they give, and rounded.
+    3. With `after_solve`, the layers of step 1 outside the feed-forward part are projected as they are solved. The input
+       projections are projected after step 2, then the output projection is refitted to what they give, and projected.
 
     Output errors are weighted by their effect on the loss: S for a layer, F for a block (`sparsellm.activations.sensitivity`).
 
@@ -53,7 +53,7 @@ class SparseLLM(Settings):
         sampled: Least number of tokens for their curvature, if there are as many.
         scope: Layers that form one problem: "none" (no step 2 and no S) or "feedforward".
         keep_zeros: Whether weights that are already zero stay zero.
-        values: What the kept weights are rounded to; None to leave them as they are.
+        after_solve: What is done to each solved weight before it is written; None for nothing.
     """
 
     needs: ClassVar[type[TokenCount]] = Gram

@@ -13,8 +13,8 @@ from sparsellm.activations.fisher_diagonal import FisherFactors, weight_costs
 from sparsellm.allocation.bits import BitBudget, shapes_of, stored_together
 from sparsellm.allocation.error_curves import ErrorCurve, measure_errors
 from sparsellm.allocation.rules import allocate
+from sparsellm.extensions.integers.rounding import IntegerValues
 from sparsellm.methods import BlockResult, Plan
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.journal import Journal

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.extensions.integers.rounding import IntegerValues
 from sparsellm.methods import BlockResult
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
@@ -100,7 +100,7 @@ def prune_model(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequenc
                 loaded, ready, training, batches, report=report, observer=observer, cache=cache, copies_head=copies_head
             )
     if values:
-        method = replace(method, values=values)  # type: ignore[type-var]
+        method = replace(method, after_solve=values)  # type: ignore[type-var]
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with run_stage(ready.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
         for step in prune_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):

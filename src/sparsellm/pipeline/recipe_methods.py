@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from sparsellm.extensions.integers.rounding import IntegerValues
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pipeline.own_method import ObjectRecipe
 from sparsellm.pipeline.recipe import Recipe
@@ -45,14 +45,14 @@ def method_of(recipe: Recipe, blocks: int) -> BlockMethod:
     if recipe.as_published:
         scope = None if recipe.scope in (None, "feedforward") else select_blocks(recipe.scope, blocks)
         return PublishedSparseLLM(
-            solver, recipe.epochs, recipe.alpha, recipe.beta, scope=scope, keep_zeros=recipe.keep_zeros, values=values
+            solver, recipe.epochs, recipe.alpha, recipe.beta, scope=scope, keep_zeros=recipe.keep_zeros, after_solve=values
         )
     return SparseLLM(
         solver=solver,
         gauss_newton_steps=recipe.gauss_newton_steps,
         scope="none" if recipe.resolved_scope == "none" else "feedforward",
         keep_zeros=recipe.keep_zeros,
-        values=values,
+        after_solve=values,
     )
 
 

@@ -176,12 +176,12 @@ def block_steps(
 def _layer_steps(
     block: Block, inputs: Activations, method: BlockMethod, *, plan: Plan
 ) -> Iterator[LayerResult | EpochResult | TrainingResult]:
-    """Prune one block: the results of its method, with the formats of rounded layers."""
-    values = getattr(method, "values", None)
+    """Prune one block: the results of its method, with what describes projected weights."""
+    after_solve = getattr(method, "after_solve", None)
     weights = {block.full_name(name): layer.weight for name, layer in block.layers.items()}
     for step in method.prune(block, inputs, plan):
-        if isinstance(step, LayerResult) and values is not None:
-            yield replace(step, **values.fields_of(step.name, weights[step.name]))
+        if isinstance(step, LayerResult) and after_solve is not None:
+            yield replace(step, **after_solve.fields_of(step.name, weights[step.name]))
         else:
             yield step
 

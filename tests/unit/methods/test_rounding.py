@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparsellm.extensions.integers.rounding import IntegerValues
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.rounding import IntegerValues
 from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.scores import Magnitude
 
@@ -15,5 +15,5 @@ def test_formats_are_of_all_layers_or_of_each() -> None:
 
 
 def test_a_method_is_shown_as_in_earlier_reports() -> None:
-    method = LayerWise(Magnitude(), values=IntegerValues(IntegerFormat(4, 128)))
-    assert repr(method) == "LayerWise(solver=Magnitude(), keep_zeros=False, values=IntegerValues(bits=4, group_size=128))"
+    method = LayerWise(Magnitude(), after_solve=IntegerValues(IntegerFormat(4, 128)))
+    assert repr(method) == "LayerWise(solver=Magnitude(), keep_zeros=False, after_solve=IntegerValues(bits=4, group_size=128))"

@@ -41,13 +41,13 @@ class IntegerValues:
         """The entries on its format in the result of a rounded layer, as `format_fields`."""
         return format_fields(weight, self.of(full_name))
 
-    def rounded_layer(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
+    def project(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
         """Round a layer's final weight, (out, in), keep its scales in the block, and return the rounded weight, float32."""
         quantized = round_layer(weight, problem, self.of(block.full_name(name)))
         block.scales[name] = quantized.scales
         return quantized.to_dense()
 
-    def broadcast_scales(self, block: Block, name: str, owner: int) -> None:
+    def broadcast(self, block: Block, name: str, owner: int) -> None:
         """Send the scales of a layer from the process that rounded it to all."""
         if collectives.world() > 1:
             layer = block.layer(name)
