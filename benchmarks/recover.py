@@ -27,14 +27,13 @@ from measuring import CUT, MEASURED, markdown_table, read_figures, record
 from results import split_stories
 
 import sparsellm
-from sparsellm.pipeline.block_recovery import read_recovery
-from sparsellm.pipeline.events import GENERATING, TRAINING
+from sparsellm.extensions.recover.block_recovery import read_recovery
+from sparsellm.extensions.recover.model_training import GENERATING, TRAINING, ModelTraining
+from sparsellm.extensions.recover.run import recover_run
+from sparsellm.extensions.recover.training import masked_training
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.recover import recover_run
-from sparsellm.pipeline.training import ModelTraining
-from sparsellm.training import masked_training
 
 PATTERNS = ("70%", "80%", "90%", "2:4")
 SEEDS = (0, 1, 2)
@@ -106,7 +105,7 @@ def time_roads(words: argparse.Namespace) -> None:
             report = recover_run(recipe).report
             record(file_of(words.model), f"seconds | {road}", {"seconds": report.seconds[TRAINING], "count": TIMED_STEPS})
             if road == "full":
-                count = ModelTraining(recipe.model_steps).count_generated(SAMPLES, LENGTH)
+                count = ModelTraining(recipe.resolved_steps).count_generated(SAMPLES, LENGTH)
                 record(file_of(words.model), "seconds | text", {"seconds": report.seconds[GENERATING], "count": count})
 
 
@@ -122,7 +121,7 @@ def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: Dense
         "pruned": before.value,
         "recovered": after.value,
         "share": math.log(before.value / after.value) / math.log(before.value / dense.value),
-        "steps": recipe.model_steps,
+        "steps": recipe.resolved_steps if recipe.steps_after else 0,
         "best step": report.recovered.steps,
     }
 

@@ -17,8 +17,7 @@ IN_MEMORY = {"evaluate": "str | Path | Sequence[str | Path] | CalibrationData"}
 """Those of fields that take data in memory too."""
 
 NAMED_BY_PRUNE = ("model", "calibration", "method", "sparsity")
-NAMED_BY_RECOVER = ("model", "calibration", "pruned", "scope", "steps")
-"""Fields that functions name in their signatures. `scope` of `prune` is another field than that of `recover`."""
+"""Fields that `prune` names in its signature."""
 
 HEADER = '''"""Types of keywords of Python functions, for editors and type checkers. Written by docs/make_keyword_types.py."""
 
@@ -64,21 +63,17 @@ def typed_dictionary(name: str, base: str, docstring: str, types: dict[str, str]
 def source() -> str:
     """The file with the present fields."""
     classes, evaluated = read_fields()
-    run, recipe, recovery = (classes[name] for name in ("RunFields", "RecipeFields", "RecoveryFields"))
+    run, recipe = classes["RunFields"], classes["RecipeFields"]
     shared = {name: kind for name, kind in run.items() if name not in NAMED_BY_PRUNE}
     prune_only = {"dtype": shared.pop("dtype")} | {name: kind for name, kind in recipe.items() if name not in NAMED_BY_PRUNE}
     measured = {name: kind for name, kind in shared.items() if name in evaluated}
     further = {name: kind for name, kind in shared.items() if name not in evaluated}
-    recovery_only = {name: kind for name, kind in recovery.items() if name not in NAMED_BY_RECOVER}
     text = HEADER
     text += typed_dictionary("MeasurementKeywords", "TypedDict", "Keywords of all functions that measure a model.", measured)
     dtype = {"dtype": run["dtype"]}
     text += typed_dictionary("EvaluationKeywords", "MeasurementKeywords", "Keywords of `evaluate`.", dtype)
     text += typed_dictionary("RunKeywords", "MeasurementKeywords", "Keywords that `prune` and `recover` share.", further)
     text += typed_dictionary("PruneKeywords", "RunKeywords", "Keywords of `prune`, `plan` and `search`.", prune_only)
-    text += typed_dictionary(
-        "RecoveryKeywords", "RunKeywords", "Keywords of `recover`; the pruned run sets the dtype.", recovery_only
-    )
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(FILE), "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 

@@ -17,13 +17,13 @@ from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.extensions.packed.sizes import MatrixSize, Packed
 from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.studies.search_result import Point, SearchResult
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import CellFolder
 from sparsellm.methods import BlockResult, CurvePoint, EpochResult, LayerResult, TrainingResult
 from sparsellm.pipeline.output_folder import REPORT, SWEEP
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Digests, PrunedReport, Report
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.json_files import FORMAT, strict_json

@@ -41,7 +41,7 @@ def run(
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from sparsellm.pipeline import stages
+    from sparsellm.pipeline import sensitivities as stages
     from sparsellm.pipeline.journal import Journal
     from tests.short_training import app
 

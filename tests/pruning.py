@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from sparsellm.activations import walk as activations_walk
 from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.walk import Activations
+from sparsellm.extensions.recover.block_recovery import BlockRecovery
+from sparsellm.extensions.recover.run import recover_blocks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import sequential
-from sparsellm.pipeline.block_recovery import BlockRecovery
-from sparsellm.pipeline.recover import recover_blocks
 from sparsellm.pipeline.sequential import Step
 
 

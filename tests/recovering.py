@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from sparsellm.extensions.recover.block_recovery import BlockRecovery
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.block_recovery import BlockRecovery
 from sparsellm.pipeline.sequential import Step
-from sparsellm.training.masked_training import MaskedAdam
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from sparsellm import SparsityCallback, fixed_masks
-from sparsellm.training.fixed_masks import pruned_masks
+from sparsellm.extensions.recover.training.fixed_masks import pruned_masks
 
 VOCABULARY = 96
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from sparsellm.extensions.packed.packing import pack as pack
     from sparsellm.extensions.packed.packing import unpack as unpack
     from sparsellm.extensions.planning.interface import plan as plan
+    from sparsellm.extensions.recover.interface import recover as recover
+    from sparsellm.extensions.recover.recipe import RecoveryRecipe as RecoveryRecipe
+    from sparsellm.extensions.recover.training.fixed_masks import SparsityCallback as SparsityCallback
+    from sparsellm.extensions.recover.training.fixed_masks import fixed_masks as fixed_masks
     from sparsellm.extensions.sharing.tracking import Tracked as Tracked
     from sparsellm.extensions.studies.interface import bench as bench
     from sparsellm.extensions.studies.interface import report as report
@@ -43,10 +47,8 @@ if TYPE_CHECKING:
     from sparsellm.pipeline.evaluate import perplexity as perplexity
     from sparsellm.pipeline.inspection import inspect as inspect
     from sparsellm.pipeline.interface import prune as prune
-    from sparsellm.pipeline.interface import recover as recover
     from sparsellm.pipeline.plan import uniform_plan as uniform_plan
     from sparsellm.pipeline.recipe import Recipe as Recipe
-    from sparsellm.pipeline.recovery_recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.pipeline.report import Report as Report
     from sparsellm.pipeline.report import load_report as load_report
     from sparsellm.pipeline.saving import Result as Result
@@ -66,8 +68,6 @@ if TYPE_CHECKING:
     from sparsellm.solvers.statistics import Gram as Gram
     from sparsellm.solvers.statistics import InputRMS as InputRMS
     from sparsellm.solvers.statistics import TokenCount as TokenCount
-    from sparsellm.training.fixed_masks import SparsityCallback as SparsityCallback
-    from sparsellm.training.fixed_masks import fixed_masks as fixed_masks
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
@@ -89,14 +89,14 @@ _CONTENTS = {
     "Plan": "methods",
     "PublishedSparseLLM": "methods.algorithm1",
     "Recipe": "pipeline.recipe",
-    "RecoveryRecipe": "pipeline.recovery_recipe",
+    "RecoveryRecipe": "extensions.recover.recipe",
     "Report": "pipeline.report",
     "Result": "pipeline.saving",
     "SingularGram": "errors",
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
-    "SparsityCallback": "training.fixed_masks",
+    "SparsityCallback": "extensions.recover.training.fixed_masks",
     "TokenCount": "solvers.statistics",
     "Tracked": "extensions.sharing.tracking",
     "Unstructured": "solvers.patterns",
@@ -106,7 +106,7 @@ _CONTENTS = {
     "collect_statistics": "methods.layerwise",
     "evaluate": "pipeline.evaluate",
     "export": "extensions.integers.compressed_export",
-    "fixed_masks": "training.fixed_masks",
+    "fixed_masks": "extensions.recover.training.fixed_masks",
     "inspect": "pipeline.inspection",
     "load": "formats.transformers",
     "load_report": "pipeline.report",
@@ -118,7 +118,7 @@ _CONTENTS = {
     "prune": "pipeline.interface",
     "prune_blocks": "pipeline.sequential",
     "prune_layer": "methods.layerwise",
-    "recover": "pipeline.interface",
+    "recover": "extensions.recover.interface",
     "report": "extensions.studies.interface",
     "search": "extensions.studies.interface",
     "sweep": "extensions.studies.interface",

@@ -38,12 +38,17 @@ class Extension:
             attributes of `sparsellm.checkpoints.readers.Reader`.
         sections: By its name in sparsellm.json, a class of a part of reports, with the methods of
             `sparsellm.pipeline.results.Section`.
+        recipes: By the command that runs it, a class of recipes: a subclass of `sparsellm.pipeline.recipe.RunRecipe`.
+        steps: By its name in `RunRecipe.steps_after`, a class of what the whole model goes through after its blocks, with the
+            methods of `sparsellm.pipeline.steps.ModelStep`.
     """
 
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     readers: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, str] = field(default_factory=dict)
+    recipes: Mapping[str, str] = field(default_factory=dict)
+    steps: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

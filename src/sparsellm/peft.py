@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, first_line
-from sparsellm.training.fixed_masks import INITIAL, StoredMasks, check_supported, pruned_masks
+from sparsellm.extensions.recover.training.fixed_masks import INITIAL, StoredMasks, check_supported, pruned_masks
 
 try:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -28,7 +28,7 @@ try:
     from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, ModulesToSaveWrapper
     from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    from sparsellm.training.masked_lora import MASKED
+    from sparsellm.extensions.recover.training.masked_lora import MASKED
 except ImportError:
     raise MissingPackage("LoRA needs PEFT, which is not installed: pip install 'sparsellm[train]'.") from None
 

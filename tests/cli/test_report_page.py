@@ -27,6 +27,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.studies.compare import read_comparison
 from sparsellm.extensions.studies.figures import Plot
 from sparsellm.extensions.studies.page import comparison_page, report_page, verdict
@@ -35,7 +36,6 @@ from sparsellm.extensions.studies.run_plots import convergence, run_plots
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_file import validated
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import PrunedReport, Report, load_report
 from tests import made_up
 from tests.made_up import accuracy, perplexity
@@ -369,7 +369,7 @@ def test_results_name_settings_as_the_run_that_was_started(
     def warnings(_: Report) -> Iterator[str]:
         yield "no step lowered the loss. Use more text, with more `samples`, or more `steps`"
 
-    monkeypatch.setattr(Report, "recovery_warnings", warnings)
+    monkeypatch.setattr("sparsellm.extensions.recover.run.recovery_warnings", warnings)
     half = sparsellm.prune(loud["llama"], "magnitude", "50%").save_pretrained(tmp_path / "half")
     few = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "steps": 3}
     words = [word for name, x in few.items() for word in (f"--{name.replace('_', '-')}", x)]

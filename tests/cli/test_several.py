@@ -91,9 +91,9 @@ def test_what_the_dense_model_shows_is_found_once(
         monkeypatch.setattr(place, counted)
 
     for place in (
-        "pipeline.stages.iterate_output_fisher",
+        "pipeline.sensitivities.iterate_output_fisher",
         "activations.fisher_diagonal.run_backward",
-        "pipeline.stages.generate_samples",
+        "extensions.recover.model_training.generate_samples",
     ):
         count(f"sparsellm.{place}")
     for place in (

@@ -23,7 +23,8 @@ from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
 from sparsellm.extensions.studies.sweep_tables import to_markdown
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline import cached_allocation, measuring, stages
+from sparsellm.pipeline import cached_allocation, measuring
+from sparsellm.pipeline import sensitivities as stages
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from tests.cli.test_bad_input import refused

@@ -19,16 +19,15 @@ from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import walk
 from sparsellm.evaluation.perplexity import streamed_perplexity
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import compute_dtype, startup
 from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
-from sparsellm.pipeline.events import PRUNING, RECOVERING
 from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_methods import method_of
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.alps import ALPS
 from tests.conftest import long_unless
 from tests.integration.test_families import tiny as of_family
@@ -143,7 +142,7 @@ def test_choice(
         config = SimpleNamespace(get_text_config=lambda width=width: SimpleNamespace(hidden_size=width))
         source = SimpleNamespace(dtype=lambda _: stored)
         fields = {"source": source, "device": torch.device(device), "skeleton": SimpleNamespace(config=config)}
-        ready = SimpleNamespace(recipe=recipe, stage=PRUNING, **fields)
+        ready = SimpleNamespace(recipe=recipe, **fields)
         assert choose_products(cast(Prepared, ready)) is (None if setting == "auto" and width < 512 else expected)
 
 
@@ -166,7 +165,7 @@ def test_choice_of_a_recovery(
     speedup(gain)
     recipe = RecoveryRecipe(model="m", pruned="p", calibration="demo", compute_dtype=setting)  # type: ignore[arg-type]
     source = SimpleNamespace(dtype=lambda _: stored)
-    ready = SimpleNamespace(source=source, device=torch.device(device), recipe=recipe, stage=RECOVERING)
+    ready = SimpleNamespace(source=source, device=torch.device(device), recipe=recipe)
     assert choose_products(cast(Prepared, ready)) is expected
 
 
@@ -183,7 +182,7 @@ def test_magnitude_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without passes has no products to choose."""
     monkeypatch.setattr(compute_dtype, "bf16_pass_speedup", None)
     recipe, source = Recipe(model="m", method="magnitude"), SimpleNamespace(dtype=lambda _: HALF)
-    ready = SimpleNamespace(source=source, device=CPU, recipe=recipe, stage=PRUNING)
+    ready = SimpleNamespace(source=source, device=CPU, recipe=recipe)
     assert choose_products(cast(Prepared, ready)) is None
 
 

@@ -22,16 +22,16 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
+from sparsellm.extensions.recover.training import generation
+from sparsellm.extensions.recover.training.distillation import Group, distill, group_batches, last_states
+from sparsellm.extensions.recover.training.generation import generate_samples, preallocate, preallocated_layer
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.training import generation
-from sparsellm.training.distillation import Group, distill, group_batches, last_states
-from sparsellm.training.generation import generate_samples, preallocate, preallocated_layer
-from sparsellm.training.masked_training import MaskedAdam
 from tests.pruning import prune_blocks
 
 every_family = pytest.mark.parametrize("family", ["opt", "opt-projected", "llama"])

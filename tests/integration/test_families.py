@@ -19,6 +19,8 @@ from transformers.activations import ACT2FN
 from sparsellm.activations.output_cache import OutputCache
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.errors import UnsupportedModel
+from sparsellm.extensions.recover.training.distillation import distill, last_states
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
@@ -43,8 +45,6 @@ from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
-from sparsellm.training.distillation import distill, last_states
-from sparsellm.training.masked_training import MaskedAdam
 from tests.conftest import byte_tokenizer, long_unless
 from tests.pruning import prune_blocks, walk
 from tests.recovering import block_recovery

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Train
 
 import sparsellm
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
-from sparsellm.training.fixed_masks import DEEPSPEED, FixedMasks, pruned_masks
+from sparsellm.extensions.recover.training.fixed_masks import DEEPSPEED, FixedMasks, pruned_masks
 from tests.conftest import byte_tokenizer
 from tests.training import arguments, kept_zeros, loaded_model, pruned_model, same_zeros, token_batches, train, zeros_of
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, CannotResume, InvalidSetting
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
@@ -27,7 +28,6 @@ from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.training.masked_training import MaskedAdam
 from tests.conftest import long_unless
 from tests.integration.test_block_loader import random_model, saved, windows
 from tests.pruning import prune_blocks

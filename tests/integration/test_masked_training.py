@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from sparsellm.activations.streams import Stream
 from sparsellm.activations.walk import Activations
+from sparsellm.extensions.recover.training.block_training import refine_block, split_batches, windows_a_step
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam, Pieces
 from sparsellm.methods import BlockResult, Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
@@ -22,8 +24,6 @@ from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.sequential import Step
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.training.block_training import refine_block, split_batches, windows_a_step
-from sparsellm.training.masked_training import MaskedAdam, Pieces
 from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 

@@ -19,8 +19,9 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.planning import measured_plan as plan_command
 from sparsellm.extensions.planning.measured_plan import plan_pruning
 from sparsellm.extensions.planning.run_plan import MeasuredTime, RunPlan
+from sparsellm.extensions.recover.model_training import GENERATING, TRAINING
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.pipeline.events import GENERATING, TRAINING, WRITING, Advanced, Measured, Note, Stage
+from sparsellm.pipeline.events import WRITING, Advanced, Measured, Note, Stage
 from sparsellm.pipeline.recipe_file import read_recipe
 from tests.cli.test_bad_input import refused
 

@@ -22,6 +22,9 @@ from sparsellm import prune, recover, verify
 from sparsellm.allocation.rules import allocate
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
+from sparsellm.extensions.recover.training import distillation
+from sparsellm.extensions.recover.training.distillation import last_states, loss_terms
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.studies.page import report_page
 from sparsellm.methods import BlockMethod, BlockResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
@@ -38,9 +41,6 @@ from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
-from sparsellm.training import distillation
-from sparsellm.training.distillation import last_states, loss_terms
-from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
 from tests.conftest import long_unless
 from tests.pruning import prune_blocks

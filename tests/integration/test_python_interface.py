@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
+from sparsellm.extensions.recover.interface import RecoveryKeywords
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.pipeline.events import NextRun, Note, Stage
-from sparsellm.pipeline.keyword_types import EvaluationKeywords, PruneKeywords, RecoveryKeywords
+from sparsellm.pipeline.keyword_types import EvaluationKeywords, PruneKeywords
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.texts.in_memory import CalibrationData
 
 

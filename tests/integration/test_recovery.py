@@ -17,23 +17,23 @@ from torch import Tensor
 from sparsellm import load_report, prune, recover, verify
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
-from sparsellm.extensions.studies.page import report_page
-from sparsellm.methods import BlockResult
-from sparsellm.pipeline.block_recovery import RATE
-from sparsellm.pipeline.events import Event
-from sparsellm.pipeline.inspection import inspect
-from sparsellm.pipeline.output_folder import WORK
-from sparsellm.pipeline.training import model_step
-from sparsellm.training import distillation
-from sparsellm.training.block_training import split_batches
-from sparsellm.training.distillation import (
+from sparsellm.extensions.recover.block_recovery import RATE
+from sparsellm.extensions.recover.model_training import model_step
+from sparsellm.extensions.recover.training import distillation
+from sparsellm.extensions.recover.training.block_training import split_batches
+from sparsellm.extensions.recover.training.distillation import (
     adam_for,
     distill,
     group_batches,
     last_states,
 )
-from sparsellm.training.generation import generate_samples
-from sparsellm.training.masked_training import MaskedAdam
+from sparsellm.extensions.recover.training.generation import generate_samples
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
+from sparsellm.extensions.studies.page import report_page
+from sparsellm.methods import BlockResult
+from sparsellm.pipeline.events import Event
+from sparsellm.pipeline.inspection import inspect
+from sparsellm.pipeline.output_folder import WORK
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -316,7 +316,7 @@ def test_another_pruned_checkpoint_is_another_run(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("sparsellm.pipeline.report.Report.recovery_warnings", interrupted)
+        context.setattr("sparsellm.extensions.recover.run.recovery_warnings", interrupted)
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")

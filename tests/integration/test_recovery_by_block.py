@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm import prune
-from sparsellm.pipeline.block_recovery import read_recovery
-from sparsellm.pipeline.events import RECOVERING, Stage
+from sparsellm.extensions.recover.block_recovery import read_recovery
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
+from sparsellm.extensions.recover.run import recover_run
+from sparsellm.extensions.recover.training import masked_training
+from sparsellm.pipeline.events import Stage
 from sparsellm.pipeline.output_folder import WORK
-from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.work_directory import work_directory
-from sparsellm.training import masked_training
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of
@@ -157,6 +158,7 @@ def stage_peaks(depth: int, folder: Path, text: Path) -> tuple[dict[str, int], i
 def test_one_block_and_its_streams_are_held(text_file: Path, tmp_path: Path) -> None:
     """The peak does not grow with the number of blocks: it is that of one block, its training, the streams and one batch."""
     (few, expected), (many, _) = (stage_peaks(depth, tmp_path / str(depth), text_file) for depth in (2, 6))
-    assert few[RECOVERING] == pytest.approx(expected, rel=0.2)
-    assert many[RECOVERING] == pytest.approx(few[RECOVERING], rel=0.01)
-    assert max(many.values()) == many[RECOVERING]
+    stage = RecoveryRecipe.stage
+    assert few[stage] == pytest.approx(expected, rel=0.2)
+    assert many[stage] == pytest.approx(few[stage], rel=0.01)
+    assert max(many.values()) == many[stage]

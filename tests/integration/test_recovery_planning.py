@@ -13,10 +13,11 @@ import pytest
 from sparsellm import prune
 from sparsellm.extensions.planning.measured_plan import plan_recovery
 from sparsellm.extensions.planning.run_plan import RunPlan
-from sparsellm.pipeline import journal, stages
-from sparsellm.pipeline.block_recovery import read_recovery
+from sparsellm.extensions.recover.block_recovery import read_recovery
+from sparsellm.extensions.recover.run import recover_run
+from sparsellm.pipeline import journal
+from sparsellm.pipeline import sensitivities as stages
 from sparsellm.pipeline.events import Stage
-from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.work_directory import work_directory
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
@@ -40,7 +41,9 @@ def test_plan_tells_what_a_recovery_takes(
     pruned: Path, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By stage, without verifying the weights; a model and a block scope, and the settings of `recover`."""
-    monkeypatch.setattr("sparsellm.pipeline.block_recovery.verify", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(
+        "sparsellm.extensions.recover.block_recovery.verify", lambda *_, **__: pytest.fail("the weights were read")
+    )
     base = ("plan", tiny["llama"], tmp_path / "out", "--recover", pruned, "--calibration", text_file, *WORDS)
     ran = command(*base, "--steps", 10, "--layers")
     assert ran.exit_code == 0, ran.stderr

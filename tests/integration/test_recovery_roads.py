@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from sparsellm import load_report, pack, prune, recover, unpack, verify
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.recover import model_training as training
+from sparsellm.extensions.recover.training import distillation
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.studies.page import report_page
-from sparsellm.pipeline import recipe, training
+from sparsellm.pipeline import recipe
 from sparsellm.runtime import products
-from sparsellm.training import distillation
-from sparsellm.training.masked_training import MaskedAdam
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of

@@ -23,13 +23,13 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.evaluation.perplexity import token_perplexity as perplexity
+from sparsellm.extensions.recover.training.generation import generate_samples
 from sparsellm.pipeline.evaluate import evaluate
 from sparsellm.texts import samples, tokenized
 from sparsellm.texts.padding import PADDING, count_contexts
 from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
 from sparsellm.texts.tokenized import added_tokens, tokenize
-from sparsellm.training.generation import generate_samples
 from tests.conftest import byte_tokenizer, report_of
 from tests.integration.test_samples import BOS, counting, runs, tokenizer, written
 

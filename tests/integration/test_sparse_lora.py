@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
-from sparsellm.training.fixed_masks import FixedMasks
+from sparsellm.extensions.recover.training.fixed_masks import FixedMasks
 from tests.conftest import byte_tokenizer
 from tests.training import arguments, kept_zeros, loaded_model, pruned_model, same_zeros, sequences, token_batches, zeros_of
 

@@ -22,6 +22,9 @@ from sparsellm import prune, recover
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.cli.allocator import manage_memory
 from sparsellm.errors import InvalidSetting, SparseLLMError, TooLarge
+from sparsellm.extensions.recover.training import distillation
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
+from sparsellm.extensions.recover.training.memory import COPIES, predictions_bytes, trained_bytes
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.events import Begun
 from sparsellm.pipeline.recipe_file import read_recipe
@@ -32,9 +35,6 @@ from sparsellm.runtime.memory import (
     peak_memory,
 )
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.training import distillation
-from sparsellm.training.masked_training import MaskedAdam
-from sparsellm.training.memory import COPIES, predictions_bytes, trained_bytes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
 from tests.meter import Meter

@@ -13,10 +13,10 @@ import typer
 
 from sparsellm.cli.app import app
 from sparsellm.cli.console import in_options
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.events import Note
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 
 PACKAGE = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "src" / "sparsellm"
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, 
 from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
 from sparsellm.pipeline.report import Report, When
-from sparsellm.pipeline.training_outcome import describe_losses
 from sparsellm.solvers.integers import integer_name
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
@@ -42,7 +41,7 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
         print_line(console, coverage)
-    if report.recovered and (losses := describe_losses(report.recovered)):
+    if report.recovered and (losses := report.recovered.describe()):
         print_line(console, losses)
     if report.perplexity:
         head = ["text", *(f"{when} perplexity" for when in dict.fromkeys((report.start, "pruned", report.result))), "change"]

@@ -126,6 +126,10 @@ class CurvePoint:
     held_out: float
 
 
+WHOLE_MODEL = "whole model"
+"""Name of the training of the whole model, beside those of blocks."""
+
+
 @dataclass(frozen=True)
 class TrainingResult:
     """The result of gradient steps.
@@ -143,6 +147,16 @@ class TrainingResult:
     steps: int
     note: str = ""
     curve: tuple[CurvePoint, ...] = ()
+
+    def describe(self) -> str:
+        """The held-out loss before and after the training, in a sentence; empty if there was no training."""
+        if not self.curve:
+            return ""
+        if not self.steps:
+            return f"No step lowered the held-out loss, {self.before:.4g}: training changed nothing."
+        last = self.curve[-1].step
+        steps = f"{self.steps} of {last}" if self.steps < last else str(last)
+        return f"Held-out loss: {self.before:.4g} before training, {self.after:.4g} after step {steps}, which is kept."
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import torch
 from torch.nn.functional import linear
 
 from sparsellm.models.contexts import product_dtype_context
-from sparsellm.pipeline.events import RECOVERING
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.runtime import devices
 from sparsellm.runtime.autotuning import Computation, speedup
@@ -32,7 +31,7 @@ def choose_products(ready: Prepared) -> torch.dtype | None:
     computed with products in bfloat16, if the device is faster with them. On a GPU a model is computed in its own dtype, but
     trained in float32, so that recovery chooses there as on a CPU.
     """
-    recipe, is_recovery = ready.recipe, ready.stage == RECOVERING
+    recipe, is_recovery = ready.recipe, ready.recipe.trains
     if not recipe.reads_text or recipe.in_float32:
         return None
     is_bf16 = ready.source.dtype(recipe.dtype) is torch.bfloat16

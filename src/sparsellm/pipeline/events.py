@@ -22,13 +22,6 @@ from sparsellm.texts.json_files import finite
 
 OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
 SENSITIVITIES, ALLOCATION = "estimating sensitivity", "choosing per-layer sparsity"
-PRUNING, RECOVERING = "pruning", "recovering"
-GENERATING, PREDICTING, TRAINING = (
-    "generating text with the dense model",
-    "computing the dense model's predictions",
-    "training the whole model",
-)
-MEASURING_CHECKPOINT = "measuring the pruned checkpoint"
 MEASURING, ANSWERING = "measuring", "answering questions"
 WRITING = "writing and verifying"
 """The stages of a run by their names. In a run, the rule follows `ALLOCATION` in brackets, and "dense" or "pruned"

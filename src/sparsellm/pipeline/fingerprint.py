@@ -27,14 +27,14 @@ from sparsellm.pipeline.events import Note, Observer
 from sparsellm.pipeline.journal import JOURNAL, OF_RECIPE, Journal
 from sparsellm.pipeline.output_folder import ANEW, LOG
 from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.recipe_fields import RULES, fields_with
+from sparsellm.pipeline.recipe_fields import RULES, RunFields, fields_with
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import sparsegpt
 from sparsellm.texts.padding import token_digest
 
 Value = TypeVar("Value")
 
-NOT_DECISIVE = fields_with("memory", "measured")
+NOT_DECISIVE = fields_with(RunFields, "memory", "measured")
 """Recipe fields that may differ on resume, since they do not change the weights."""
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")

@@ -14,7 +14,7 @@ from sparsellm.pipeline.fingerprint import NOT_DECISIVE, contents, model_fingerp
 from sparsellm.pipeline.outputs import read_output
 from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.recipe_fields import RULES, fields_with
+from sparsellm.pipeline.recipe_fields import RULES, RunFields, fields_with
 from sparsellm.texts.data_sets import is_saved
 from sparsellm.texts.json_files import Unreadable, read_utf8
 from sparsellm.texts.paths import is_task_file, local_path
@@ -23,7 +23,7 @@ from sparsellm.texts.texts import NAMES, check_text
 Inputs = Mapping[str, Mapping[str, str]]
 """The files that a run read: by the name in its recipe, their contents as `contents` describes them."""
 
-OF_THE_MACHINE = fields_with("machine")
+OF_THE_MACHINE = fields_with(RunFields, "machine")
 """Recipe fields that do not identify a result: it may be made on another machine."""
 
 WEIGHT_ENDINGS = (".safetensors", ".bin")

@@ -1,26 +1,23 @@
-"""`prune` and `recover` in Python: the fields of a recipe as keywords, and models and texts in memory."""
+"""`prune` in Python: the fields of a recipe as keywords, and models and texts in memory."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
-from sparsellm.pipeline.block_recovery import read_recovery
 from sparsellm.pipeline.display import Display
 from sparsellm.pipeline.events import NextRun, Observer, combine_observers
-from sparsellm.pipeline.keyword_types import PruneKeywords, RecoveryKeywords
+from sparsellm.pipeline.keyword_types import PruneKeywords
 from sparsellm.pipeline.keywords import recipe_keywords
 from sparsellm.pipeline.loading import named_model
-from sparsellm.pipeline.output_folder import folder_path
 from sparsellm.pipeline.own_method import method_fields
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_fields import MethodName, RecoveryFields
+from sparsellm.pipeline.recipe_fields import MethodName
 from sparsellm.pipeline.recipe_file import read_recipes, split_sparsity
-from sparsellm.pipeline.recover import recover_run
 from sparsellm.pipeline.run_set import RunSet
 from sparsellm.pipeline.saving import Result
 from sparsellm.solvers import LayerSolver
@@ -106,50 +103,6 @@ def prune(
             observer(NextRun(number, len(recipes), recipe.size_label, alike=True))
             results.append(runs.run(recipe, given=given))
         return results
-
-
-@recipe_keywords(RecoveryKeywords, RecoveryFields)
-def recover(
-    pruned: str | Path,
-    against: str | Path | PreTrainedModel,
-    calibration: str | Path | CalibrationData | None = None,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    scope: Literal["block", "model"] = "model",
-    steps: int | None = None,
-    progress: bool = False,
-    observe: Observer | None = None,
-    **settings: Unpack[RecoveryKeywords],
-) -> Result:
-    """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
-
-    Args:
-        pruned: Folder that `prune` or `recover` wrote. It is not changed.
-        against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory,
-            which becomes the recovered model.
-        calibration: As for `prune`; required.
-        tokenizer: Tokenizer of a model in memory, for calibration on text.
-        scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
-            "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
-        steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 1200 for the whole model,
-            100 for each block.
-        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
-        observe: Callback that receives every stage and block (see `sparsellm.pipeline.events`).
-        **settings: Any other field of `RecoveryRecipe` but `dtype`, which is that of the pruned run.
-
-    Returns:
-        The recovered model with its report, whose `pruned` is the report of the pruned checkpoint.
-
-    Raises:
-        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
-    """
-    folder_path(pruned)  # refuses anything but a path
-    fields, source = named_model(against, tokenizer)
-    texts, given = texts_in_memory(calibration, settings)
-    own = {"pruned": str(pruned), "scope": scope, "steps": steps, **texts}
-    recipe = read_recovery({**fields, **settings, **own})
-    with Display("auto" if progress else "off") as display:
-        return recover_run(recipe, combine_observers(display, observe), given=given, source=source)
 
 
 def texts_in_memory(calibration: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Given]:

@@ -66,12 +66,3 @@ class PruneKeywords(RunKeywords, total=False):
     group_size: int | None
     keep_zeros: bool
     true_sequential: bool
-
-
-class RecoveryKeywords(RunKeywords, total=False):
-    """Keywords of `recover`; the pruned run sets the dtype."""
-
-    train: Literal["full", "lora"]
-    patience: int | None
-    lora_rank: int
-    lora_targets: str | Sequence[str]

@@ -205,10 +205,11 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
     streamed = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
     if isinstance(source, InMemoryModel) or not streamed:
         return Placement(memory, size, streamed=False)
-    if recipe.model_steps:
+    if recipe.steps_after:
         reason = sizes if recipe.offload is None else "`offload=True` reads it block by block"
         raise TooLarge(
-            f"With gradient steps over it the whole model must be in memory: {reason}. Leave it out, or raise `max_memory`."
+            f"{recipe.steps_after[0].capitalize()} needs the whole model in memory: {reason}. "
+            "Leave it out, or raise `max_memory`."
         )
     if not files:
         reason = "`offload=True` reads the model block by block and stores pruned blocks in files"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,19 +19,17 @@ from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.events import (
     ANSWERING,
     MEASURING,
-    MEASURING_CHECKPOINT,
     Advance,
     Measured,
     Observer,
     run_stage,
 )
 from sparsellm.pipeline.fingerprint import DenseCache, cache_key
-from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, short_sequence
+from sparsellm.pipeline.loading import short_sequence
 from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import Report, When
-from sparsellm.texts.padding import token_digest
 from sparsellm.texts.paths import is_task_file
 
 if TYPE_CHECKING:
@@ -48,32 +46,6 @@ def measure_accuracies(
     result = evaluate_tasks(loaded, tokenizer, recipe.task, folder=folder, limit=limit, progress=advance)
     remark_overflow(loaded.model, short_sequence(loaded.model), ", ".join(PurePath(task).name for task in recipe.task))
     return result
-
-
-def measure_checkpoint(
-    report: Report, opened: OpenedModel, *, ready: Prepared, placement: Placement, observer: Observer, folder: Path | None
-) -> dict[str, Perplexity]:
-    """The perplexity, by text, of the pruned checkpoint that a recovery starts from.
-
-    What its own report says about the same sequences is not measured again.
-
-    Args:
-        opened: The pruned checkpoint.
-        placement: Where it is held.
-        folder: Folder for the files of this measurement.
-    """
-    results: dict[str, Perplexity] = {}
-    loaded: LoadedModel | None = None
-    for text, test in ready.tests.items():
-        with run_stage(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
-            known = report.before(text)
-            if known is None or not known.parts or known.parts.digest != token_digest(test):
-                if loaded is None:
-                    loaded = load_model(report.recipe, opened, folder=folder, placement=placement)
-                    check_runs(loaded, by_block=loaded.weights.on_disk, predicts=True)
-                known = measure_perplexity(loaded, test, PathNames(report.recipe)[text], progress=advance)
-            results[text] = known
-    return results
 
 
 def measure_into(

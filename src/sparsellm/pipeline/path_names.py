@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +15,6 @@ from sparsellm.texts.texts import NAMES
 Kind = TypeVar("Kind", bound=RunRecipe)
 Value = TypeVar("Value")
 
-FIELDS = tuple(sorted(fields_with("path"), key=lambda name: name not in ("model", "pruned")))
-"""Fields of recipes that may be paths; models are named first."""
-
 
 class PathNames:
     """The names of the paths in recipes: their last components. Two paths with the same one get different names."""
@@ -26,8 +22,8 @@ class PathNames:
     def __init__(self, *recipes: RunRecipe) -> None:
         self._names: dict[str, str] = {}
         known: dict[Path, str] = {}
-        for recipe, field in product(recipes, FIELDS):
-            for text in _values(recipe, field):
+        for recipe in recipes:
+            for field, text in _values(recipe):
                 if not is_hub_name(text) if field == "model" else is_file(text):
                     path = local_path(text).absolute()
                     name = known.setdefault(path.resolve(), _distinct(path.name or text, known))
@@ -49,15 +45,21 @@ class PathNames:
 
     def recipe(self, recipe: Kind) -> Kind:
         """Copy a recipe with names in place of paths."""
-        values = {field: getattr(recipe, field) for field in FIELDS if getattr(recipe, field, None)}
+        values = {field: value for field in _path_fields(recipe) if (value := getattr(recipe, field))}
         named = {field: self[x] if isinstance(x, str) else tuple(self[text] for text in x) for field, x in values.items()}
         return recipe.model_copy(update=named)
 
 
-def _values(recipe: RunRecipe, field: str) -> Iterator[str]:
-    """The values of a field: none, one or several."""
-    value = getattr(recipe, field, None)
-    yield from (value,) if isinstance(value, str) else value or ()
+def _path_fields(recipe: RunRecipe) -> list[str]:
+    """The fields of a recipe that may be paths; models come first."""
+    return sorted(fields_with(type(recipe), "path"), key=lambda name: name not in ("model", recipe.argument))
+
+
+def _values(recipe: RunRecipe) -> Iterator[tuple[str, str]]:
+    """The values of the fields that may be paths, each with its field."""
+    for field in _path_fields(recipe):
+        value = getattr(recipe, field)
+        yield from ((field, text) for text in ((value,) if isinstance(value, str) else value or ()))
 
 
 def _distinct(name: str, known: Mapping[Path, str]) -> str:
@@ -72,13 +74,12 @@ def _distinct(name: str, known: Mapping[Path, str]) -> str:
 def local_files(recipe: RunRecipe) -> list[tuple[str, str]]:
     """Fields and values of a recipe that may be the last part of a local path, which outputs keep of it."""
     values = []
-    for field in FIELDS:
-        for name in _values(recipe, field):
-            known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
-            on_hub = field == "model" and ("/" in name or recipe.revision is not None)
-            is_name = field == "task" and not is_task_file(name)
-            if not (name in known or on_hub or is_name or name.startswith(DEMO)):
-                values.append((field, name))
+    for field, name in _values(recipe):
+        known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
+        on_hub = field == "model" and ("/" in name or recipe.revision is not None)
+        is_name = field == "task" and not is_task_file(name)
+        if not (name in known or on_hub or is_name or name.startswith(DEMO)):
+            values.append((field, name))
     return values
 
 

@@ -18,8 +18,8 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.estimates import Estimate, PeakEstimate, StageEstimate, check_disk, free_disk
 from sparsellm.pipeline.events import Note, Observer
 from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, Placement, choose_placement
-from sparsellm.pipeline.preparation import Prepared, PreparedPruning, PreparedRecovery
-from sparsellm.pipeline.stage_memory import pruning_memory, recovery_memory
+from sparsellm.pipeline.preparation import Prepared, PreparedPruning
+from sparsellm.pipeline.stage_memory import pruning_memory
 from sparsellm.runtime.memory import available, current_memory, human_bytes
 
 FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
@@ -43,7 +43,7 @@ def estimate(ready: Prepared, needed: StageMemory, placement: Placement, *, batc
     # While a new state of the training is written, the one before is there; the last one is still there with the output.
     files = max(stage.files for stage in stages)
     disk = max(written + files, written + state, placement.model + files + 2 * state)
-    streams, room = sum(by_stage[ready.stage].lists), max(disk_free - written, STREAMS_SHARE * placement.memory)
+    streams, room = sum(by_stage[ready.recipe.stage].lists), max(disk_free - written, STREAMS_SHARE * placement.memory)
     planned = blocks_and_head(ready.skeleton, ready.plan)
     layers = [(block.full_name(name), layer) for block in planned for name, layer in block.layers.items()]
     shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers}
@@ -106,16 +106,6 @@ def fit_to_memory(
     return replace(plan.placement, tight=tight and plan.device == "cpu"), plan.batch
 
 
-def fit_to_disk(
-    ready: PreparedRecovery, placement: Placement, *, observer: Observer, output: Path | None = None
-) -> tuple[Placement, int]:
-    """Check that a recovery fits on the disk, as `fit_to_memory`; `prepare_recovery` refuses one that needs more memory."""
-    if output and not isinstance(ready.source, InMemoryModel):
-        plan = estimate(ready, recovery_memory, placement, batch=ready.batch, output=output)
-        check_disk(output, plan.peak.disk_bytes, plan.disk_free_bytes)
-    return placement, ready.batch
-
-
 def _estimate_stage(name: str, taken: Memory, *, device: str, placement: Placement) -> StageEstimate:
     """Place a stage's lists as `OffloadManager` does: on the device while there is room, then on its host, then in files."""
     memory, files = {"cpu": 0, device: int(taken.peak)}, 0
@@ -150,7 +140,7 @@ def _refusal(plan: Estimate, ready: PreparedPruning) -> str:
     needed = f"{plan.peak.stage.capitalize()} needs {human_bytes(data)} of memory on {ready.device}{fewer}"
     message = f"{needed}, and {human_bytes(placement.memory)} may be taken."
     changes: list[dict[str, Any]] = []
-    if not placement.streamed and recipe.offload is False and not recipe.model_steps:
+    if not placement.streamed and recipe.offload is False and not ready.steps:
         changes.append({"offload": True})
     if recipe.batch_size is not None and recipe.batch_size > 1:
         changes.append({"batch_size": 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -20,8 +20,7 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
-from sparsellm.pipeline.block_recovery import BlockRecovery
-from sparsellm.pipeline.events import OPENING, PRUNING, READING_TEXTS, RECOVERING, Note, Observer, add_note, run_stage
+from sparsellm.pipeline.events import OPENING, READING_TEXTS, Note, Observer, add_note, run_stage
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.loading import OpenedModel, check_names, open_model
 from sparsellm.pipeline.output_folder import ANEW, LOG
@@ -31,18 +30,17 @@ from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.recipe_methods import method_of
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.selection import layer_names, select_blocks
+from sparsellm.pipeline.sequential import InputsReader
+from sparsellm.pipeline.steps import ModelStep, steps_of
 from sparsellm.pipeline.token_sequences import check_tokens, read_tokens, tokens_note, window_length
-from sparsellm.pipeline.training import ModelTraining
 from sparsellm.pipeline.zeros_before import note_before
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
 from sparsellm.texts.in_memory import Given
-from sparsellm.texts.padding import count_contexts, count_tokens
-from sparsellm.training.block_training import windows_a_step
+from sparsellm.texts.padding import count_contexts, count_tokens, windows_a_step
 
 TOKENS_A_BATCH = 2048
 """Tokens per batch: enough for efficient matrix products; the activations of twice as many no longer fit the cache."""
@@ -60,19 +58,17 @@ class Prepared(OpenedModel):
             needs none.
         tests: Token ids to measure perplexity on, (sequences, length), by text, `PADDING` after the end of shorter sequences.
         batch: Sequences per batch.
-        training: The gradient steps over the whole model; None for a run without them.
+        steps: What the run does with the whole model after its blocks.
     """
 
     recipe: RunRecipe
-    method: BlockMethod | BlockRecovery
+    method: InputsReader
     plan: Plan
     length: int
     windows: Tensor
     tests: Mapping[str, Tensor]
     batch: int
-    training: ModelTraining | None
-    stage: ClassVar[str]
-    """Name of the stage that goes from block to block."""
+    steps: tuple[ModelStep, ...]
 
     def stamps(self) -> tuple[Stamps, ...]:
         """The files of the checkpoints that the run reads, as they were when it opened them."""
@@ -85,19 +81,6 @@ class PreparedPruning(Prepared):
 
     recipe: Recipe
     method: BlockMethod
-    stage: ClassVar[str] = PRUNING
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedRecovery(Prepared):
-    """A recovery before its weights are read."""
-
-    recipe: RecoveryRecipe
-    method: BlockRecovery
-    stage: ClassVar[str] = RECOVERING
-
-    def stamps(self) -> tuple[Stamps, ...]:
-        return (*super().stamps(), *filter(None, [self.method.stamps]))
 
 
 def prepare_run(
@@ -136,7 +119,7 @@ def prepare_pruning(
         given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
         shared: Keeps the token ids for other runs of this process.
     """
-    length, windows, tests = _read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
+    length, windows, tests = read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
     if issubclass(method.needs, Gram):
         blocks = blocks_and_head(opened.skeleton, plan)
         widths = [block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan]
@@ -148,10 +131,10 @@ def prepare_pruning(
             if recipe.allocation_rule in RULES[1:]:
                 recipe, text = recipe.model_copy(update={"allocation": RULES[0]}), f"{text}, the same fraction of each"
             add_note(f"too few tokens to tell inputs apart: {text}", report, observer)
-    batch = _batch_size(recipe, windows, length=length, observer=observer)
-    training = ModelTraining(recipe.model_steps, rounded=recipe.rounds, batch_size=recipe.batch_size)
-    if training.steps:
-        observer(Note(training.check_memory(opened, windows)))
+    batch = sequences_a_batch(recipe, windows, length=length, observer=observer)
+    steps = steps_of(recipe)
+    for step in steps:
+        observer(Note(step.check_memory(opened, windows)))
     return PreparedPruning(
         **vars(opened),
         recipe=recipe,
@@ -161,52 +144,11 @@ def prepare_pruning(
         windows=windows,
         tests=tests,
         batch=batch,
-        training=training if training.steps else None,
+        steps=steps,
     )
 
 
-def prepare_recovery(
-    opened: OpenedModel,
-    recipe: RecoveryRecipe,
-    method: BlockRecovery,
-    plan: Plan,
-    *,
-    report: Report,
-    observer: Observer,
-    given: Given | None = None,
-    shared: DenseCache | None = None,
-) -> PreparedRecovery:
-    """Check the plan of a recovery and read its texts, as `prepare_pruning` does."""
-    length, windows, tests = _read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
-    trains_blocks = method.training.steps > 0
-    batch = _batch_size(recipe, windows, length=length, observer=observer, at_most_a_step=trains_blocks)
-    training = ModelTraining(
-        recipe.model_steps,
-        recipe.train,
-        recipe.lora_rank,
-        patience=recipe.patience,
-        rounded=bool(method.scales),
-        targets=method.targets,
-        batch_size=recipe.batch_size,
-    )
-    if trains_blocks:
-        observer(Note(method.check_memory(opened, windows)))
-    if training.steps:
-        observer(Note(training.check_memory(opened, windows)))
-    return PreparedRecovery(
-        **vars(opened),
-        recipe=recipe,
-        method=method,
-        plan=plan,
-        length=length,
-        windows=windows,
-        tests=tests,
-        batch=batch,
-        training=training if training.steps else None,
-    )
-
-
-def _read_texts(
+def read_texts(
     opened: OpenedModel,
     recipe: RunRecipe,
     plan: Plan,
@@ -309,13 +251,6 @@ def pruning_layers(ready: PreparedPruning) -> list[PlannedLayer]:
     return [replace(layer, pattern=ready.plan.get(layer.name)) for layer in layers]
 
 
-def recovery_layers(ready: PreparedRecovery) -> list[PlannedLayer]:
-    """Every linear layer of the blocks with its pattern in the pruned model, or the reason why it stays dense."""
-    layers = list_layers(blocks_and_head(ready.skeleton, ready.plan), Unstructured(0))
-    reason = "the pruned model has it dense"
-    return [replace(x, pattern=ready.plan.get(x.name), reason="" if x.name in ready.plan else reason) for x in layers]
-
-
 def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
     """The arguments of `uniform_plan` by which a recipe selects layers; the head is one only where some are included."""
     head = output_head(opened.skeleton, len(opened.blocks)) if recipe.include else None
@@ -323,7 +258,9 @@ def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
     return {"blocks": blocks, "chosen": chosen, "include": recipe.include, "exclude": recipe.exclude}
 
 
-def _batch_size(recipe: RunRecipe, windows: Tensor, *, length: int, observer: Observer, at_most_a_step: bool = False) -> int:
+def sequences_a_batch(
+    recipe: RunRecipe, windows: Tensor, *, length: int, observer: Observer, at_most_a_step: bool = False
+) -> int:
     """Sequences per batch: about TOKENS_A_BATCH tokens, and no more than a gradient step over one block reads."""
     per_step = windows_a_step(*windows.shape) if windows.numel() else None
     usual = max(1, TOKENS_A_BATCH // (windows.shape[1] if per_step else length))

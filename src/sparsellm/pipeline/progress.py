@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.pipeline.events import (
     ALLOCATION,
-    GENERATING,
     SENSITIVITIES,
     WRITING,
     Advanced,
@@ -24,8 +23,8 @@ from sparsellm.pipeline.events import (
 OF_DENSE, PRUNED = " dense", " pruned"
 """Ends of the names of stages that are the same work on two models, and take the same time."""
 
-ON_DENSE = (SENSITIVITIES, GENERATING)
-"""Stages whose results later runs take, besides those that measure the dense model and choose each layer's sparsity."""
+ON_DENSE = (OF_DENSE, " with the dense model")
+"""Ends of the names of stages whose results later runs take, besides sensitivities and each layer's sparsity."""
 
 LEAST_LEFT = 0.1
 """Fraction of a unit's time that counts as left however long the unit takes, so that the time left does not become zero."""
@@ -167,7 +166,7 @@ class Progress:
         if self._units or name == WRITING:  # which is short beside pruning, and is not announced: the caller decides to write
             self._measured[_kind(name), self._seen[name]] = taken
         self._seen[name] += 1
-        if name in ON_DENSE or name.endswith(OF_DENSE) or name.startswith(ALLOCATION):
+        if name.endswith(ON_DENSE) or name.startswith((SENSITIVITIES, ALLOCATION)):
             self._shared += taken
 
     def _finish_units(self, count: float) -> None:

@@ -26,9 +26,8 @@ from sparsellm.pipeline.recipe_fields import RULES
 from sparsellm.pipeline.recipe_methods import integer_values
 from sparsellm.pipeline.run import Run, RunArguments, recorded
 from sparsellm.pipeline.saving import Result
+from sparsellm.pipeline.sensitivities import estimate_fisher
 from sparsellm.pipeline.sequential import prune_blocks
-from sparsellm.pipeline.stages import estimate_fisher, train_model, training_data
-from sparsellm.pipeline.training_outcome import why_unchanged
 from sparsellm.texts.in_memory import Given
 
 
@@ -74,7 +73,7 @@ def prune_run(
 
 
 def prune_model(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequence[Tensor]) -> None:
-    """Allocate sparsity, prune block by block, and train the whole model, each if the recipe says so.
+    """Allocate sparsity, prune block by block, and take the steps after the blocks, each if the recipe says so.
 
     Args:
         batches: Calibration token ids, each (batch, length) without padding.
@@ -93,30 +92,16 @@ def prune_model(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequenc
                 allocated = cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
                 plan, values = allocated.plan, allocated.values or values
                 advance(1, 1)
-        data, training = None, ready.training
-        if training:
-            copies_head = blocks[-1].is_head or training.trains_outside
-            data = training_data(
-                loaded, ready, training, batches, report=report, observer=observer, cache=cache, copies_head=copies_head
-            )
+        finishing = [step.begin(run, loaded, batches, cache) for step in ready.steps]
     if values:
         method = replace(method, after_solve=values)  # type: ignore[type-var]
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with run_stage(ready.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
+    with run_stage(recipe.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
         for step in prune_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
                 if allocated:  # which changes `plan` and the values of the method for the blocks that follow
                     allocated.spend(step, blocks[step.index])
-    if training and data:
-        train_model(
-            loaded,
-            training,
-            data,
-            plan=plan,
-            report=report,
-            observer=observer,
-            journal=journal,
-            why_unchanged=why_unchanged,
-        )
+    for finish in finishing:
+        finish()

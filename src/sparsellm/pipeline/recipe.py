@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import yaml
 from pydantic import field_validator, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
@@ -18,10 +20,13 @@ from sparsellm.pipeline.recipe_fields import (
     SolverName,
     fields_of_others,
     parse_size,
-    recipe_yaml,
 )
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
+
+if TYPE_CHECKING:
+    from sparsellm.methods import TrainingResult
+    from sparsellm.pipeline.results import Totals
 
 EFFORTS: dict[str, tuple[SolverName, str]] = {
     "fast": ("fast-admm", "none"),
@@ -29,9 +34,6 @@ EFFORTS: dict[str, tuple[SolverName, str]] = {
     "best": ("alps-accurate", "feedforward"),
 }
 """Solver and scope of each effort, used where the recipe sets none."""
-
-SCOPE_STEPS = {"block": 100, "model": 1200}
-"""Default number of gradient steps of a recovery: for each block, or for the whole model."""
 
 NEEDS_TEXT = f"needs a calibration text: pass a {TEXT_FILES} file as `calibration`, or one of {', '.join(TEXT_NAMES)}."
 
@@ -44,6 +46,15 @@ class RunRecipe(RunFields):
 
     argument: ClassVar[str]
     """Field that is the first argument of the command."""
+
+    stage: ClassVar[str]
+    """Name of the stage that goes from block to block."""
+
+    result: ClassVar[str]
+    """The word for a model after the run."""
+
+    trains: ClassVar[bool] = False
+    """Whether the run trains a model that is pruned already."""
 
     renamed: ClassVar[dict[str, str]] = {}
     """Fields whose options have other names, with these names; they are given in every command."""
@@ -84,17 +95,25 @@ class RunRecipe(RunFields):
         return self.compute_dtype == "float32"
 
     @property
-    def model_steps(self) -> int:
-        """Number of gradient steps over the whole model after pruning; 0 for none."""
-        return 0
+    def steps_after(self) -> tuple[str, ...]:
+        """Names of the steps that the whole model takes after its blocks, as `Extension.steps` has them."""
+        return ()
 
     @abstractmethod
     def describe(self) -> str:
         """Summarize the run in one line."""
 
+    @abstractmethod
+    def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
+        """Summarize the finished run in one line, given its totals and its trainings by name."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert the recipe to plain data, ready for JSON: the command that runs it, and its fields."""
+        return {"command": self.command, **self.model_dump(mode="json")}
+
     def to_yaml(self) -> str:
         """Convert the recipe to YAML: its method, and every field that differs from its default."""
-        return recipe_yaml(self.model_dump(mode="json"))
+        return yaml.safe_dump(self.changed(), sort_keys=False, allow_unicode=True)
 
 
 class Recipe(RunRecipe, RecipeFields):
@@ -102,6 +121,8 @@ class Recipe(RunRecipe, RecipeFields):
 
     command: ClassVar[str] = "prune"
     argument: ClassVar[str] = "model"
+    stage: ClassVar[str] = "pruning"
+    result: ClassVar[str] = "pruned"
 
     @field_validator("sparsity", "blocks", "scope", mode="before")
     @classmethod
@@ -203,8 +224,8 @@ class Recipe(RunRecipe, RecipeFields):
         return self.method != "magnitude" or self.allocation_rule in RULES[1:]
 
     @property
-    def model_steps(self) -> int:
-        return SCOPE_STEPS["model"] if self.effort == "best" else 0
+    def steps_after(self) -> tuple[str, ...]:
+        return ("training",) if self.effort == "best" else ()
 
     def describe(self, predicate: str = "removed") -> str:
         """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""
@@ -216,3 +237,7 @@ class Recipe(RunRecipe, RecipeFields):
         values = f", values {self.values}" if self.values else ""
         size = self.size_label if self.sparsity is None else self.pattern.describe(predicate)
         return f"{self.method}{detail}, {size}{values}"
+
+    def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
+        zeros = totals.before_and_after
+        return f"{self.describe('to be zero')}; {zeros}" if zeros else self.describe()

@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -115,12 +114,12 @@ def _field(
 
 
 HELP_PANELS = ("Options", "Layers", "Machine", "Method", "Data", "Evaluation", "Model")
-"""Panels of the help, in its order."""
+"""Panels of the help, in its order. A function for each makes a field whose option the panel lists."""
 
-_option = partial(_field, "Options")
+option = partial(_field, "Options")
 _layers = partial(_field, "Layers")
 _machine = partial(_field, "Machine")
-_method = partial(_field, "Method", essential=False)
+method_option = partial(_field, "Method", essential=False)
 _data = partial(_field, "Data", essential=False)
 _evaluation = partial(_field, "Evaluation", essential=False)
 _model = partial(_field, "Model", essential=False)
@@ -133,14 +132,20 @@ class RunFields(BaseModel):
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         """The fields that `repr` and `str` show: none at their defaults, of which a recipe has some forty."""
-        shown = without_defaults(self.model_dump(mode="json"))
+        shown = self.changed()
         yield from ((name, value) for name, value in super().__repr_args__() if name in shown)
 
-    model: str = _option(..., "Checkpoint folder, Hugging Face name, demo:opt or demo:llama.", traits=("path",))
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, and the method, as plain data."""
+        declared = type(self).model_fields.items()
+        defaults = {name: [] if field.default == () else field.default for name, field in declared if name != "method"}
+        return {name: x for name, x in self.model_dump(mode="json").items() if name not in defaults or x != defaults[name]}
+
+    model: str = option(..., "Checkpoint folder, Hugging Face name, demo:opt or demo:llama.", traits=("path",))
     revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
     trust_remote_code: bool = _model(False, "Run the Python code that comes with the checkpoint.")
 
-    calibration: str | None = _option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.", traits=("path",))
+    calibration: str | None = option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.", traits=("path",))
     text_field: str | None = _data(
         None,
         "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.",
@@ -155,11 +160,11 @@ class RunFields(BaseModel):
         "Begin each sequence with the tokenizer's BOS token; auto is where it adds one, but for c4, wikitext2 and ptb with OPT"
         " and LLaMA, which are divided as in the papers.",
     )
-    samples: int = _option(128, "Number of calibration sequences.", least=1)
-    sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", least=2)
-    seed: int = _option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)
+    samples: int = option(128, "Number of calibration sequences.", least=1)
+    sequence_length: int | None = option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", least=2)
+    seed: int = option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)
 
-    evaluate: Names = _option((), "Text to measure perplexity on, as for calibration.", traits=("path", "measured"))
+    evaluate: Names = option((), "Text to measure perplexity on, as for calibration.", traits=("path", "measured"))
     evaluate_limit: int | None = _evaluation(
         None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", least=1, traits=("measured",)
     )
@@ -204,31 +209,31 @@ class RunFields(BaseModel):
 class RecipeFields(RunFields):
     """The fields of `sparsellm.pipeline.recipe.Recipe`, which checks that they agree."""
 
-    method: MethodName = _option("sparsellm", "Pruning method.")
-    sparsity: str | None = _option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
-    bits: float | None = _option(None, "Bits a weight, all counted, in place of sparsity.", gt=0, allow_inf_nan=False)
-    as_published: bool = _method(
+    method: MethodName = option("sparsellm", "Pruning method.")
+    sparsity: str | None = option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
+    bits: float | None = option(None, "Bits a weight, all counted, in place of sparsity.", gt=0, allow_inf_nan=False)
+    as_published: bool = method_option(
         False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.", traits=("sparsellm",)
     )
-    effort: Literal["fast", "standard", "best"] = _option(
+    effort: Literal["fast", "standard", "best"] = option(
         "standard",
         "fast prunes each layer alone; standard solves each feed-forward part as one problem; best also trains the model.",
         traits=("sparsellm", "default"),
     )
-    solver: SolverName | None = _method(
+    solver: SolverName | None = method_option(
         None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published", traits=("sparsellm",)
     )
-    gauss_newton_steps: int = _method(
+    gauss_newton_steps: int = method_option(
         3, "Maximum number of Gauss-Newton rounds on each feed-forward part.", least=0, traits=("sparsellm", "default")
     )
-    epochs: int = _method(4, "Number of epochs K of Algorithm 1.", least=1, traits=("sparsellm", "published"))
-    alpha: float = _method(
+    epochs: int = method_option(4, "Number of epochs K of Algorithm 1.", least=1, traits=("sparsellm", "published"))
+    alpha: float = method_option(
         0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
     )
-    beta: float = _method(
+    beta: float = method_option(
         0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
     )
-    scope: str | None = _method(
+    scope: str | None = method_option(
         None,
         "Layers that are pruned as one problem: none or feedforward; with as_published also blocks, as 0:12.",
         "set by effort",
@@ -243,7 +248,7 @@ class RecipeFields(RunFields):
     blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
     include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = _layers((), "Do not prune such layers, named as for include.")
-    values: IntegerName | None = _option(None, "Round the kept weights to integers.")
+    values: IntegerName | None = option(None, "Round the kept weights to integers.")
     group_size: int | None = _layers(
         None,
         "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",
@@ -253,7 +258,7 @@ class RecipeFields(RunFields):
         multiple_of=MASK_WORD,
     )
     keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
-    true_sequential: bool = _method(
+    true_sequential: bool = method_option(
         False,
         f"Prune each layer on the outputs of the pruned layers before it in its block ({', '.join(SEQUENTIAL)}).",
     )
@@ -274,36 +279,15 @@ class RecipeFields(RunFields):
         return fields
 
 
-class RecoveryFields(RunFields):
-    """The fields of `sparsellm.pipeline.recovery_recipe.RecoveryRecipe`. `model` is the dense model."""
-
-    pruned: str = _option(..., "Folder that `prune` or `recover` wrote.", traits=("path",))
-    scope: Literal["block", "model"] = _option(
-        "model", "Weights that are trained together: each block's, or the whole model's."
-    )
-    train: Literal["full", "lora"] = _option(
-        "full", "Parameters to train: full (all), or lora (low-rank changes of the pruned layers)."
-    )
-    steps: int | None = _option(
-        None, "Maximum number of gradient steps.", "100 for each block, 1200 for the whole model", least=1
-    )
-    patience: int | None = _method(
-        None, "Stop after this many of the 10 validations in a row without a new lowest loss.", "no early stop", gt=0, lt=10
-    )
-    lora_rank: int = _method(16, "Rank of the changes that lora trains.", least=1)
-    lora_targets: Names = _method((), "Layers that lora changes, by name, glob, re:REGEX or type.", "all pruned ones")
-
-
-def fields_with(*traits: Trait) -> tuple[str, ...]:
-    """Return the names of the fields of both recipes that have one of these traits."""
-    declared = [*RecipeFields.model_fields.items(), *RecoveryFields.model_fields.items()]
-    options = [(name, cast("dict[str, Any]", field.json_schema_extra)) for name, field in declared]
-    return tuple(dict.fromkeys(name for name, option in options if not {*traits}.isdisjoint(option["traits"])))
+def fields_with(kind: type[RunFields], *traits: Trait) -> tuple[str, ...]:
+    """Return the names of the fields of a recipe's class that have one of these traits."""
+    options = [(name, cast("dict[str, Any]", field.json_schema_extra or {})) for name, field in kind.model_fields.items()]
+    return tuple(name for name, option in options if not {*traits}.isdisjoint(option.get("traits", ())))
 
 
 def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
     """Return the fields that belong to other methods than this one."""
-    others = fields_with("sparsellm" if method != "sparsellm" else "default" if as_published else "published")
+    others = fields_with(RecipeFields, "sparsellm" if method != "sparsellm" else "default" if as_published else "published")
     return (*others, *(("true_sequential",) if method in METHODS and method not in SEQUENTIAL else ()))
 
 
@@ -311,15 +295,3 @@ def is_object(fields: Mapping[str, Any]) -> bool:
     """Whether the method in a recipe's fields is the name of an object's class."""
     method = fields.get("method")
     return isinstance(method, str) and method not in METHODS
-
-
-def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe, as plain data, that differ from their defaults, and its method."""
-    declared = (RecoveryFields if "pruned" in fields else RecipeFields).model_fields
-    defaults = {name: [] if field.default == () else field.default for name, field in declared.items() if name != "method"}
-    return {name: x for name, x in fields.items() if name not in defaults or x != defaults[name]}
-
-
-def recipe_yaml(fields: Mapping[str, Any]) -> str:
-    """The fields of a recipe, as plain data, as YAML without those at their defaults."""
-    return yaml.safe_dump(without_defaults(fields), sort_keys=False, allow_unicode=True)

@@ -130,7 +130,7 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
     """Read the fields of a recipe file or of a report's recipe. Raises InvalidSetting for an unknown field."""
     saved = _is_report(path)
     content = _recipe_in_report(path) if saved else read_mapping(path, "recipe")
-    if saved and "pruned" in content:
+    if saved and content.pop("command", None) != Recipe.command:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
     if saved and is_object(content):
         raise InvalidSetting(

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AliasPath, Field, PlainValidator, TypeAdapter, ValidationError
 
 from sparsellm.checkpoints.files import Origin
-from sparsellm.errors import BadCheckpoint, MissingPackage, plural
+from sparsellm.errors import BadCheckpoint, MissingPackage
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, change_of, plus_minus
-from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
+from sparsellm.extension import find
+from sparsellm.methods import BLOCK_RESULT, WHOLE_MODEL, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.pipeline import card
 from sparsellm.pipeline.output_folder import REPORT, folder_path
 from sparsellm.pipeline.own_method import saved_kind
 from sparsellm.pipeline.path_names import PathNames
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_file import explain
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.results import Section, Totals, read_sections
-from sparsellm.pipeline.training_outcome import WHOLE_MODEL, changed_nothing, describe_recovery
-from sparsellm.pipeline.zeros_before import describe_pruning, describe_start, note_after, note_surplus
+from sparsellm.pipeline.zeros_before import describe_start, note_after, note_surplus
 from sparsellm.solvers.patterns import NM
 from sparsellm.solvers.statistics import TokenCount
 from sparsellm.texts.json_files import FORMAT, read_record
@@ -43,20 +42,25 @@ Accuracies = dict[str, dict[When, Accuracy]]
 """Measurements before and after pruning, by text or task."""
 
 
-def _read_recipe(value: Any) -> Recipe | RecoveryRecipe:
+def _read_recipe(value: Any) -> RunRecipe:
     """Read the recipe in a report."""
-    if isinstance(value, (Recipe, RecoveryRecipe)):
+    if isinstance(value, RunRecipe):
         return value
     if not isinstance(value, Mapping):
         raise ValueError("it is not a mapping")
-    kind: type[Recipe | RecoveryRecipe] = RecoveryRecipe if "pruned" in value else saved_kind(value)
+    fields = dict(value)
+    command = fields.pop("command", None)
+    kind = saved_kind(fields) if command == Recipe.command else find("recipes", str(command))
+    if kind is None:
+        raise ValueError(f"no installed package brings the command {command!r} that it is for")
     try:
-        return kind(**value)
+        recipe: RunRecipe = kind(**fields)
     except ValidationError as error:
         raise ValueError(explain(error.errors()[0], kind.model_fields)) from None
+    return recipe
 
 
-SavedRecipe = Annotated[Recipe | RecoveryRecipe, PlainValidator(_read_recipe)]
+SavedRecipe = Annotated[RunRecipe, PlainValidator(_read_recipe)]
 """A recipe that is read from a report."""
 
 
@@ -85,7 +89,7 @@ class PrunedReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        own = {"recipe": self.recipe.model_dump(mode="json"), "pruned": self.pruned and self.pruned.to_dict()}
+        own = {"recipe": self.recipe.to_dict(), "pruned": self.pruned and self.pruned.to_dict()}
         return {name: x for name, x in (asdict(replace(self, pruned=None)) | own).items() if name != "pruned" or x}
 
 
@@ -147,7 +151,7 @@ class Report(Summarized):
     @property
     def result(self) -> str:
         """The word for the model after the run."""
-        return "recovered" if self.pruned else "pruned"
+        return self.recipe.result
 
     @property
     def start(self) -> str:
@@ -198,12 +202,12 @@ class Report(Summarized):
     @property
     def is_recovery(self) -> bool:
         """Whether the run trained a pruned model."""
-        return isinstance(self.recipe, RecoveryRecipe)
+        return self.recipe.trains
 
     @property
     def recovered_nothing(self) -> bool:
         """Whether this is a recovery of which no step lowered a loss: the weights are as they were pruned."""
-        return self.is_recovery and changed_nothing(self.trainings)
+        return self.is_recovery and bool(self.trainings) and not any(x.steps for x in self.trainings.values())
 
     @property
     def trainings(self) -> dict[str, TrainingResult]:
@@ -245,10 +249,8 @@ class Report(Summarized):
         self.changed_outside = tuple(sorted(others))
 
     def describe(self) -> str:
-        """Describe the run in one line, as its recipe does; a recovery by what it did."""
-        if isinstance(self.recipe, RecoveryRecipe):
-            return describe_recovery(self.recipe, self.trainings)
-        return describe_pruning(self.recipe, self.totals)
+        """Describe the run in one line, as its recipe does with its results."""
+        return self.recipe.describe_run(self.totals, self.trainings)
 
     def summary(self) -> dict[str, str]:
         """The model and how it was pruned, the sparsity, and the perplexity before and after, each in one line."""
@@ -288,21 +290,13 @@ class Report(Summarized):
         ]
         return DataFrame([{name: row[name] for name in first} | row for row in rows])
 
-    def recovery_warnings(self) -> Iterator[str]:
-        """State what differs from the recipe of a recovery: fallbacks in blocks, and blocks that are unchanged."""
-        yield from self._block_notes()
-        if unchanged := [x.name for x in self.blocks if x.refined and x.refined.curve and not x.refined.steps]:
-            count = f"{len(unchanged)} of {plural(len(self.blocks), 'block')}, {unchanged[0]} first"
-            advice = "Use more text, with more `samples`, or more `steps`"
-            yield f"no step lowered the held-out loss of {count}: the weights there are unchanged. {advice}"
-
     def pruning_warnings(self, damping: float | None) -> Iterator[str]:
         """State what differs from the recipe: fallbacks in blocks, raised damping, surplus zeros.
 
         Args:
             damping: Damping of the method's solver; None for a solver without it.
         """
-        yield from self._block_notes()
+        yield from self.block_notes()
         if raised := [x for x in self.layers if x.damping is not None and x.damping != damping]:
             highest = max(raised, key=lambda layer: layer.damping or 0)
             yield (
@@ -324,7 +318,7 @@ class Report(Summarized):
             return  # kept weights that round to 0 are zeros too
         yield from note_surplus(self.layers)
 
-    def _block_notes(self) -> Iterator[str]:
+    def block_notes(self) -> Iterator[str]:
         """The remarks on blocks, one for all blocks that share it."""
         blocks_by_note: dict[str, list[str]] = {}
         for block in self.blocks:
@@ -361,7 +355,7 @@ class Report(Summarized):
         }
         return {
             "format": FORMAT,
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": self.recipe.to_dict(),
             "resolved": self.resolved,
             "environment": self.environment,
             "calibration": self.calibration,

@@ -11,6 +11,9 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.extension import find
 from sparsellm.texts.json_files import first_fault
 
+NOTABLE = 0.01
+"""Least fraction of zeros before a run that is reported. Some weights of models that were never pruned are zero by chance."""
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -35,6 +38,12 @@ class Totals:
     def sparsity_of_model(self) -> float:
         """The fraction of the stored parameters that are zero."""
         return self.zeros / self.parameters if self.parameters else 0.0
+
+    @property
+    def before_and_after(self) -> str:
+        """The zeros of the pruned layers before and after the run, in part of a sentence; empty if there were none before."""
+        before, after = 100 * self.sparsity_before, 100 * self.sparsity_of_pruned_layers
+        return f"{before:.2f} % were zero before and {after:.2f} % are now" if self.sparsity_before >= NOTABLE else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without what there is none of."""

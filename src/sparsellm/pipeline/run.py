@@ -21,14 +21,9 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.events import (
     ANSWERING,
-    GENERATING,
     LOADING,
     MEASURING,
-    PREDICTING,
-    PRUNING,
-    RECOVERING,
     SENSITIVITIES,
-    TRAINING,
     Begun,
     Ended,
     EventLog,
@@ -47,8 +42,7 @@ from sparsellm.pipeline.measuring import measure_into
 from sparsellm.pipeline.output_folder import ANEW, LOG
 from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import Report, When
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.startup import PlacementChoice, start_run
@@ -57,7 +51,7 @@ from sparsellm.pipeline.work_directory import WorkDirectory
 from sparsellm.pipeline.zeros_before import initial_sparsity
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
-from sparsellm.training.block_training import split_batches
+from sparsellm.texts.padding import split_batches
 
 P = TypeVar("P", bound=Prepared)
 
@@ -95,9 +89,7 @@ class Records:
 
 
 @contextmanager
-def recorded(
-    recipe: Recipe | RecoveryRecipe, observe: Observer | None, source: Checkpoint | InMemoryModel | None
-) -> Iterator[Records]:
+def recorded(recipe: RunRecipe, observe: Observer | None, source: Checkpoint | InMemoryModel | None) -> Iterator[Records]:
     """Context of a run, whose report has the remarks on the checkpoints that are opened in it.
 
     An error or an interrupt that leaves a model in memory changed has a note that says so.
@@ -108,7 +100,7 @@ def recorded(
         with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):
             yield Records(report, observer, log)
     except BaseException as error:
-        if isinstance(source, InMemoryModel) and {PRUNING, RECOVERING} & report.seconds.keys():
+        if isinstance(source, InMemoryModel) and recipe.stage in report.seconds:
             count = len(blocks_of(source.model))
             done = min(report.blocks[-1].index + 1, count) if report.blocks else 0  # the head has the index after theirs
             state = f"up to block {done} of {count}" if done else "in part"
@@ -178,16 +170,15 @@ class Run(Generic[P]):
         """Tell the observers the stages from now to the last measurement.
 
         Args:
-            changes: Those that change the model, without those of `Prepared.training`.
+            changes: Those that change the model, without those of `Prepared.steps`.
             before: Those before the model is loaded.
         """
         recipe, ready = self.ready.recipe, self.ready
         measured = [MEASURING] * len(ready.tests) + [ANSWERING] * bool(recipe.task)
         stages = [*before, LOADING, *(f"{name} dense" for name in measured)]
         stages += [SENSITIVITIES] * ready.method.needs_fisher + [*changes]
-        if ready.training:
-            stages += [GENERATING, PREDICTING]
-        stages += [ready.stage] + [TRAINING] * bool(ready.training)
+        stages += [name for step in ready.steps for name in step.on_dense]
+        stages += [recipe.stage, *(step.stage for step in ready.steps)]
         self.observer(Schedule((*stages, *(f"{name} pruned" for name in measured))))
 
     def unchanged(self) -> AbstractContextManager[None]:
@@ -206,7 +197,7 @@ class Run(Generic[P]):
             if not loaded.weights.on_disk:
                 self.report.initial_sparsity = initial_sparsity(blocks_of(loaded.model))
             if len(ready.windows) or ready.tests or recipe.task:
-                predicts = bool(ready.tests or recipe.task or ready.training)
+                predicts = bool(ready.tests or recipe.task or ready.steps)
                 check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0, predicts=predicts)
             if isinstance(ready.source, Checkpoint):
                 check_unpruned(ready.source, loaded, ready.plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 from sparsellm.activations.fisher_diagonal import FISHER_TOKENS
 from sparsellm.activations.fisher_diagonal import WINDOWS as FISHER_WINDOWS
@@ -14,25 +13,13 @@ from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import BlockShapes, Memory, coupled_parts, planned_layers
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.events import (
-    ALLOCATION,
-    GENERATING,
-    MEASURING,
-    MEASURING_CHECKPOINT,
-    PREDICTING,
-    SENSITIVITIES,
-    TRAINING,
-)
+from sparsellm.pipeline.events import ALLOCATION, MEASURING, SENSITIVITIES
 from sparsellm.pipeline.loading import Placement
-from sparsellm.pipeline.preparation import Prepared, PreparedPruning, PreparedRecovery
+from sparsellm.pipeline.preparation import Prepared, PreparedPruning
 from sparsellm.pipeline.recipe_fields import RULES
-from sparsellm.pipeline.training import ModelTraining, model_step
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.texts.padding import count_tokens
-from sparsellm.training.generation import AT_A_TIME
-from sparsellm.training.memory import trained_bytes, trained_numbers
-from sparsellm.training.trained_weights import Train
 
 HEAD_MATRICES = (1, 2)
 """float32 matrices of the output head's size that a block's formulas leave out, since in a block they are small against the
@@ -40,9 +27,6 @@ rest: of a layer-wise method, and of one with a dense stream. Counted."""
 
 BYTES_A_LOGIT = 12
 """Bytes for each logit of a sequence while its loss and the gradient by it are computed."""
-
-STORED_COPIES = 4
-"""float32 copies of the trained numbers that a durable state has: the present ones, the best ones, and Adam's two moments."""
 
 
 def block_shapes(ready: Prepared, batch: int) -> BlockShapes:
@@ -77,9 +61,9 @@ def block_shapes(ready: Prepared, batch: int) -> BlockShapes:
 def pruning_memory(ready: PreparedPruning, placement: Placement, batch: int) -> Iterator[tuple[str, Memory]]:
     """The memory of each stage of a pruning run, by its name, in running order, with this many sequences per batch."""
     recipe, shapes = ready.recipe, block_shapes(ready, batch)
-    model = _model_bytes(placement, shapes)
+    model = model_bytes(placement, shapes)
     if ready.method.needs_fisher:
-        yield SENSITIVITIES, _sensitivities_memory(shapes, model)
+        yield SENSITIVITIES, sensitivities_memory(shapes, model)
     if recipe.allocation_rule == "fisher":
         yield f"{ALLOCATION} (fisher)", _removal_memory(shapes, model)
     elif recipe.allocation_rule == RULES[-1]:
@@ -88,28 +72,14 @@ def pruning_memory(ready: PreparedPruning, placement: Placement, batch: int) -> 
         peak = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
         yield f"{ALLOCATION} ({recipe.allocation_rule})", Memory(peak, [shapes.stream])
     block = getattr(ready.method, "block_memory", LayerWise(SparseGPT()).block_memory)  # of an unknown method
-    yield ready.stage, _blocks_memory(ready, placement, shapes, model=model, block=block)
+    yield ready.recipe.stage, blocks_memory(ready, placement, shapes, model=model, block=block)
     if ready.tests:
-        yield MEASURING, _measuring_memory(ready, placement, shapes, model=model)
-    if ready.training:
-        yield from _model_training_memory(ready.training, ready, placement, shapes)
+        yield MEASURING, measuring_memory(ready, placement, shapes, model=model)
+    for step in ready.steps:
+        yield from step.memory(ready, placement, shapes)
 
 
-def recovery_memory(ready: PreparedRecovery, placement: Placement, batch: int) -> Iterator[tuple[str, Memory]]:
-    """The memory of each stage of a recovery, as `pruning_memory`."""
-    shapes = block_shapes(ready, batch)
-    model = _model_bytes(placement, shapes)
-    if ready.method.needs_fisher:
-        yield SENSITIVITIES, _sensitivities_memory(shapes, model)
-    yield ready.stage, _blocks_memory(ready, placement, shapes, model=model, block=partial(_block_training_memory, ready))
-    if ready.tests:
-        measured = _measuring_memory(ready, placement, shapes, model=model)
-        yield from ((MEASURING_CHECKPOINT, measured), (MEASURING, measured))
-    if ready.training:
-        yield from _model_training_memory(ready.training, ready, placement, shapes)
-
-
-def _model_bytes(placement: Placement, shapes: BlockShapes) -> float:
+def model_bytes(placement: Placement, shapes: BlockShapes) -> float:
     """Bytes of the weights that are in memory while a block is computed with."""
     if placement.streamed:
         return shapes.parameters * (shapes.itemsize + placement.ahead * shapes.stored)
@@ -127,7 +97,7 @@ def _gradient_memory(shapes: BlockShapes, model: float, tokens: int, *, batch: i
     return Memory(peak, [(shapes.depth + 1) * tokens * shapes.width * shapes.itemsize])
 
 
-def _sensitivities_memory(shapes: BlockShapes, model: float) -> Memory:
+def sensitivities_memory(shapes: BlockShapes, model: float) -> Memory:
     """The backward pass for F of each block's output."""
     return _gradient_memory(shapes, model, min(shapes.tokens, sampled_tokens(shapes.width)), batch=shapes.batch)
 
@@ -146,7 +116,7 @@ def _errors_memory(shapes: BlockShapes, model: float) -> Memory:
     return Memory(max(gradients.peak, model + block.peak), max(gradients.lists, block.lists, key=sum))
 
 
-def _measuring_memory(ready: Prepared, placement: Placement, shapes: BlockShapes, *, model: float) -> Memory:
+def measuring_memory(ready: Prepared, placement: Placement, shapes: BlockShapes, *, model: float) -> Memory:
     """The perplexity of a model, on one text after the other."""
     vocabulary, longest = shapes.vocabulary, max(map(count_tokens, ready.tests.values()))
     tokens = min(shapes.length * batch_to_measure(vocabulary, shapes.length, placement.memory), longest)
@@ -157,7 +127,7 @@ def _measuring_memory(ready: Prepared, placement: Placement, shapes: BlockShapes
     return Memory(placement.model // shapes.stored * shapes.itemsize + max(pass_bytes, logits), [])
 
 
-def _blocks_memory(
+def blocks_memory(
     ready: Prepared,
     placement: Placement,
     shapes: BlockShapes,
@@ -186,55 +156,3 @@ def _blocks_memory(
         peak = placement.model * (not placement.streamed) + (shapes.itemsize + 4 * matrices) * size + head.peak
         total = Memory(max(total.peak, peak), max(total.lists, head.lists, key=sum), total.state)
     return total
-
-
-def _state_bytes(numbers: int) -> int:
-    """Bytes of the durable state of training so many numbers."""
-    return 4 * STORED_COPIES * numbers
-
-
-def _trained(ready: Prepared, train: Train, rank: int) -> list[int]:
-    """The trained numbers of each block that has pruned layers."""
-    return [trained_numbers(block, train, rank) for block in ready.blocks if planned_layers(block, ready.plan)]
-
-
-def _block_training_memory(ready: PreparedRecovery, shapes: BlockShapes) -> Memory:
-    """The memory of recovering a block: its pruned weights are copied, and it is trained if the recovery trains blocks."""
-    method = ready.method
-    if not method.training.steps or shapes.is_head:  # the output head is not trained
-        return Memory(0, [])
-    pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)]
-    rank, rounded = method.training.rank or 0, bool(method.scales)
-    trained = trained_bytes(pruned, together=False, train=method.train, rank=rank, rounded=rounded)
-    # Beside the weights of the block: the other copies, the dense block or a batch's activations, F and its root.
-    copies = trained - 4 * shapes.parameters + 2 * 4 * shapes.width**2
-    peak = copies + max(shapes.itemsize * shapes.parameters, 2 * shapes.batch * shapes.forward_bytes)
-    return Memory(peak, [2 * shapes.stream], _state_bytes(max(_trained(ready, method.train, rank))))
-
-
-def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Memory:
-    """The memory of generating sequences with the dense model, token by token."""
-    config = ready.skeleton.config.get_text_config()
-    stored = ready.source.dtype("auto").itemsize
-    cached = 2 * 4 * ready.length / 2 * config.hidden_size * len(ready.blocks)  # keys and values, on average
-    peak = placement.model * max(4, stored) / stored + min(count, AT_A_TIME) * (2 * cached + 12 * config.vocab_size)
-    return Memory(peak, [])
-
-
-def _model_training_memory(
-    training: ModelTraining, ready: Prepared, placement: Placement, shapes: BlockShapes
-) -> Iterator[tuple[str, Memory]]:
-    """The memory of each stage of training the whole model, by its name."""
-    samples, length = ready.windows.shape
-    more = training.count_generated(samples, length)
-    if more:
-        yield GENERATING, _generation_memory(ready, placement, more)
-    whole = 4 * (placement.model // shapes.stored)  # float32
-    states = 4 * (samples + more) * length * shapes.width
-    yield PREDICTING, Memory(whole + states + shapes.batch * shapes.forward_bytes, [])
-    blocks = sum(sum(x.numel() for x in block.module.parameters()) for block in ready.blocks)
-    batch = min(model_step(samples, length), training.batch_size or samples) * length
-    outside = training.numbers_outside(ready.skeleton)
-    copies = whole - 4 * (blocks + outside) + training.memory_bytes(ready, ready.windows)
-    peak = copies + 2 * batch * shapes.forward_bytes  # of the block whose activations are computed again
-    yield TRAINING, Memory(peak, [], _state_bytes(sum(_trained(ready, training.train, training.rank)) + outside))

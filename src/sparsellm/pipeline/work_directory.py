@@ -10,10 +10,10 @@ from typing import Any
 
 from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.errors import CannotResume, SparseLLMError
+from sparsellm.methods import WHOLE_MODEL
 from sparsellm.pipeline.journal import JOURNAL, Journal
 from sparsellm.pipeline.output_folder import REPORT, WORK
 from sparsellm.pipeline.output_lock import LOCK, locked, refuse_links, remove
-from sparsellm.pipeline.training_outcome import WHOLE_MODEL
 from sparsellm.runtime import collectives
 from sparsellm.texts.paths import local_path
 

@@ -8,11 +8,8 @@ from sparsellm.errors import plural
 from sparsellm.methods import BlockMethod, LayerResult
 from sparsellm.models.blocks import Block
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
-from sparsellm.pipeline.results import Totals
+from sparsellm.pipeline.results import NOTABLE, Totals
 from sparsellm.solvers.linalg import count_zeros
-
-NOTABLE = 0.01
-"""Least fraction of zeros before a run that is reported. Some weights of models that were never pruned are zero by chance."""
 
 
 def initial_sparsity(blocks: Sequence[Block]) -> float:
@@ -28,18 +25,6 @@ def describe_start(initial: float, totals: Totals) -> str:
     return "dense" if share < NOTABLE else f"initial ({100 * share:.2f} % zeros)"
 
 
-def describe_pruning(recipe: Recipe, totals: Totals) -> str:
-    """Describe a pruning run in one line, as its recipe does, or by the zeros before and after it if there were any before."""
-    zeros = counts(totals)
-    return f"{recipe.describe('to be zero')}; {zeros}" if zeros else recipe.describe()
-
-
-def counts(totals: Totals) -> str:
-    """The zeros of the pruned layers before and after a run, in part of a sentence; empty if there were none before."""
-    before, after = (100 * x for x in (totals.sparsity_before, totals.sparsity_of_pruned_layers))
-    return f"{before:.2f} % were zero before and {after:.2f} % are now" if totals.sparsity_before >= NOTABLE else ""
-
-
 def note_before(recipe: RunRecipe, totals: Totals | None) -> Iterator[str]:
     """The note before a run on a model that another run has pruned, from the totals of that one's report."""
     if not isinstance(recipe, Recipe) or totals is None:
@@ -51,7 +36,8 @@ def note_before(recipe: RunRecipe, totals: Totals | None) -> Iterator[str]:
 
 def note_after(recipe: RunRecipe, totals: Totals) -> Iterator[str]:
     """The note on zeros that a model had before its pruning, unless they were kept and others added, as was asked for."""
-    if isinstance(recipe, Recipe) and (zeros := counts(totals)) and (advice := _advice(recipe, totals.sparsity_before)):
+    zeros = totals.before_and_after
+    if isinstance(recipe, Recipe) and zeros and (advice := _advice(recipe, totals.sparsity_before)):
         yield f"of the weights in the pruned layers {zeros}. {advice}"
 
 

@@ -14,6 +14,9 @@ from sparsellm.errors import BadText
 PADDING = -1
 """Stands in place of a token after the end of a sequence that is shorter than others of its tensor; no model receives it."""
 
+TOKENS_A_STEP = 4096
+"""Approximate number of tokens per gradient step of a block."""
+
 
 def pad(sequences: Sequence[Tensor]) -> Tensor:
     """Stack sequences of token ids, (tokens,) each, to (samples, longest), with `PADDING` after the end of shorter ones.
@@ -67,3 +70,17 @@ def unpadded_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
     if all(length == windows.shape[1] for length in lengths):
         return tuple(windows.split(batch))
     return tuple(window[:, :length] for window, length in zip(windows.split(1), lengths, strict=True))
+
+
+def windows_a_step(samples: int, length: int) -> int:
+    """Number of sequences per gradient step of a block; at most an eighth of all, so that some can be held out."""
+    return max(1, min(TOKENS_A_STEP // length, samples // 8))
+
+
+def split_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
+    """Divide sequences, (samples, seq), into batches of at most `batch` that do not cross the boundaries of gradient steps.
+
+    The sequences of a step then do not depend on the batch size, unless a batch is larger than a step. Batches have no padding.
+    """
+    step = max(batch, windows_a_step(*windows.shape))
+    return tuple(part for group in windows.split(step) for part in unpadded_batches(group, batch))

@@ -8,10 +8,11 @@ import annotated_types
 import pytest
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
+from sparsellm.extensions.recover.recipe_fields import RecoveryFields
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import RecipeFields, RecoveryFields
+from sparsellm.pipeline.recipe_fields import RecipeFields
 from sparsellm.pipeline.recipe_file import read_recipe, validated
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 
 FIELDS = RecipeFields.model_fields | RecoveryFields.model_fields
 INTEGERS = [name for name, field in FIELDS.items() if field.annotation in (int, int | None)]

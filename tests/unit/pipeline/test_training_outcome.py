@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparsellm.extensions.recover.outcome import why_not_recovered, why_unchanged
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
+from sparsellm.extensions.recover.run import recovery_warnings
 from sparsellm.extensions.studies.compare import ComparedRun
 from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.training_outcome import describe_losses, why_not_recovered, why_unchanged
 
 UNTRAINED = TrainingResult(0.0, 0.0, 0, "not refined: there is only one group of sequences, and none can be held out")
 
@@ -55,16 +56,16 @@ def test_a_recovery_is_described_by_what_it_did(tmp_path: Path) -> None:
     assert said == "nothing was recovered from p50: none of 30 gradient steps over each block lowered the held-out loss"
     said = report_of(blocks, RISEN, FALLEN, FALLEN).describe()
     assert said.endswith("over each block, 1 of 3 blocks unchanged, since no step lowered the loss")
-    (warning,) = report_of(blocks, RISEN, FALLEN).recovery_warnings()
+    (warning,) = recovery_warnings(report_of(blocks, RISEN, FALLEN))
     assert warning.startswith("no step lowered the held-out loss of 1 of 2 blocks, b.0 first: the weights there are unchanged.")
 
 
 def test_the_losses_say_which_step_is_kept() -> None:
     """The weights of 30 steps are not those of the best of them; without a training there are no losses."""
-    assert describe_losses(FALLEN) == "Held-out loss: 0.029 before training, 0.02 after step 30, which is kept."
-    assert describe_losses(TURNED) == "Held-out loss: 0.029 before training, 0.02 after step 15 of 30, which is kept."
-    assert describe_losses(RISEN) == "No step lowered the held-out loss, 0.029: training changed nothing."
-    assert describe_losses(UNTRAINED) == ""
+    assert FALLEN.describe() == "Held-out loss: 0.029 before training, 0.02 after step 30, which is kept."
+    assert TURNED.describe() == "Held-out loss: 0.029 before training, 0.02 after step 15 of 30, which is kept."
+    assert RISEN.describe() == "No step lowered the held-out loss, 0.029: training changed nothing."
+    assert UNTRAINED.describe() == ""
 
 
 def test_the_reason_comes_with_the_option_to_change(tmp_path: Path) -> None:

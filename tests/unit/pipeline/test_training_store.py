@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsellm.pipeline import stages
+from sparsellm.extensions.recover import model_training
+from sparsellm.extensions.recover.model_training import STORING_SHARE, JournalStore
 from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.stages import STORING_SHARE, JournalStore
 
 TENSORS = {"x": torch.arange(3.0)}
 
@@ -31,7 +31,7 @@ def test_a_state_is_that_of_its_training(tmp_path: Path) -> None:
 def test_storing_takes_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storing takes 2 seconds and training 1 second between states: the first state is stored, then each one that is due."""
     clock, stored, journal = [0.0], [0], Journal.begin(tmp_path, {})
-    monkeypatch.setattr(stages.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(model_training.time, "monotonic", lambda: clock[0])
 
     def replace(*_: Any) -> None:
         clock[0] += 2

@@ -10,13 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from sparsellm.errors import BadCheckpoint, NonFinite
-from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest
-from sparsellm.training.distillation import adam_for
-from sparsellm.training.masked_training import MaskedAdam
-from sparsellm.training.memory import trained_bytes
-from sparsellm.training.quantized_training import (
+from sparsellm.extensions.recover.training.distillation import adam_for
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
+from sparsellm.extensions.recover.training.memory import trained_bytes
+from sparsellm.extensions.recover.training.quantized_training import (
     LEAST_SCALE,
     QuantizedParameters,
     RoundedLayer,
@@ -24,6 +21,9 @@ from sparsellm.training.quantized_training import (
     rounded_layers,
     store_scales,
 )
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest
 from tests.meter import Meter
 from tests.training import pruned_model
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsellm.training import masked_training
-from sparsellm.training.masked_training import MaskedAdam
-from sparsellm.training.trained_weights import MaskedLoRA
+from sparsellm.extensions.recover.training import masked_training
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam
+from sparsellm.extensions.recover.training.trained_weights import MaskedLoRA
 
 SHAPES = {"weight": (6, 10), "experts": (3, 6, 10)}
 

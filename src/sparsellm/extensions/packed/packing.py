@@ -43,8 +43,7 @@ from sparsellm.pipeline.quantization_file import (
     stored_scales,
     write_scales,
 )
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.report_differences import shape_difference
 from sparsellm.pipeline.saving import check_output, claimed
 from sparsellm.runtime.memory import human_bytes
@@ -260,7 +259,7 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
     return Unpacked(str(model), *weights)
 
 
-def packed_outputs(outputs: Mapping[Path, Recipe | RecoveryRecipe], *, resume: bool, overwrite: bool) -> dict[Path, Path]:
+def packed_outputs(outputs: Mapping[Path, RunRecipe], *, resume: bool, overwrite: bool) -> dict[Path, Path]:
     """Return the folder OUT-packed that each output OUT of runs is to be packed into, without those that are finished.
 
     Args:

@@ -25,7 +25,8 @@ from sparsellm.cli.console import (
     text_table,
 )
 from sparsellm.errors import plural
-from sparsellm.pipeline.recipe_fields import RULES, RecoveryFields
+from sparsellm.extensions.recover.recipe_fields import RecoveryFields
+from sparsellm.pipeline.recipe_fields import RULES
 
 if TYPE_CHECKING:
     from sparsellm.extensions.planning.run_plan import RunPlan
@@ -68,7 +69,7 @@ def plan(
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.errors import TooLarge
         from sparsellm.extensions.planning.measured_plan import plan_pruning, plan_recovery
-        from sparsellm.pipeline.block_recovery import read_recovery
+        from sparsellm.extensions.recover.block_recovery import read_recovery
         from sparsellm.pipeline.display import Display
         from sparsellm.pipeline.events import combine_observers
         from sparsellm.pipeline.recipe_file import read_recipe

@@ -15,27 +15,27 @@ import torch
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import InvalidSetting, TooLarge
 from sparsellm.extensions.planning.run_plan import MeasuredTime, RunPlan
+from sparsellm.extensions.recover.block_recovery import recovery_plan
+from sparsellm.extensions.recover.preparation import prepare_recovery, recovery_layers
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
+from sparsellm.extensions.recover.stage_memory import fit_to_disk, recovery_memory
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.block_recovery import recovery_plan
-from sparsellm.pipeline.events import ANSWERING, TRAINING, WRITING, Advanced, Event, Measured, Note, Observer, Stage
+from sparsellm.pipeline.events import ANSWERING, WRITING, Advanced, Event, Measured, Note, Observer, Stage
 from sparsellm.pipeline.input_digests import check_inputs
 from sparsellm.pipeline.loading import choose_placement, open_model
 from sparsellm.pipeline.plan import PlannedLayer
-from sparsellm.pipeline.planning import StageMemory, estimate, fit_to_disk, fit_to_memory
+from sparsellm.pipeline.planning import StageMemory, estimate, fit_to_memory
 from sparsellm.pipeline.preparation import (
     Prepared,
     PreparedPruning,
-    prepare_recovery,
     prepare_run,
     pruning_layers,
-    recovery_layers,
 )
 from sparsellm.pipeline.prune import prune_model
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run import Run, recorded
-from sparsellm.pipeline.stage_memory import pruning_memory, recovery_memory
+from sparsellm.pipeline.stage_memory import pruning_memory
 from sparsellm.pipeline.startup import PlacementChoice
 from sparsellm.pipeline.work_directory import WorkDirectory
 from sparsellm.runtime import collectives, devices
@@ -152,7 +152,7 @@ def _measure_time(
     some = {text: x[: max(LEAST_EVALUATED, len(x) // EVALUATED_PART)] for text, x in ready.tests.items()}
     with recorded(recipe, first, None) as records, _temporary_work(output) as work:
         run = Run.start(ready, records, fit_to_memory, work=work, name=PurePath(recipe.model).name)
-        run = replace(run, ready=replace(ready, recipe=recipe, training=None, tests=some))
+        run = replace(run, ready=replace(ready, recipe=recipe, steps=(), tests=some))
         with run.unchanged():
             loaded = run.load_and_check()
             began = time.perf_counter()
@@ -161,7 +161,7 @@ def _measure_time(
             with suppress(_Passed):
                 run.in_batches(loaded, partial(prune_model, run))
     assert first.result is not None  # a plan without layers is refused
-    left_out = [ANSWERING] * bool(ready.recipe.task) + [TRAINING] * bool(ready.training)
+    left_out = [ANSWERING] * bool(ready.recipe.task) + [step.stage for step in ready.steps]
     tokens, of_some = (sum(map(count_tokens, texts.values())) for texts in (ready.tests, some))
     return MeasuredTime(
         preparation=first.pruned - first.result.seconds - evaluated - started,

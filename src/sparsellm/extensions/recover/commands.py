@@ -10,7 +10,7 @@ from sparsellm.cli import options
 from sparsellm.cli.console import in_process_group
 from sparsellm.cli.prune import write_outputs
 from sparsellm.cli.run_options import Extras, extended
-from sparsellm.pipeline.recipe_fields import RecoveryFields
+from sparsellm.extensions.recover.recipe_fields import RecoveryFields
 
 Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
 Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
@@ -40,8 +40,8 @@ def recover(
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
-        from sparsellm.pipeline.block_recovery import read_recovery
-        from sparsellm.pipeline.recover import recover_run
+        from sparsellm.extensions.recover.block_recovery import read_recovery
+        from sparsellm.extensions.recover.run import recover_run
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
         write_outputs(

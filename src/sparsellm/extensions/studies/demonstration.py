@@ -20,7 +20,6 @@ from sparsellm.extensions.packed.speed import measure_bench
 from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.pipeline.events import (
     MEASURING,
-    PRUNING,
     WRITING,
     Event,
     NextRun,
@@ -30,6 +29,7 @@ from sparsellm.pipeline.events import (
     advance_by,
 )
 from sparsellm.pipeline.prune import prune_run
+from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.recipe_fields import METHODS
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.runtime.memory import human_bytes
@@ -93,7 +93,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
         observe(Stage(MEASURING))
         pruned = measured(result.model, tests, "demo", progress=progress)
         report = result.report
-        seconds, change = report.seconds[PRUNING], pruned.against(dense)
+        seconds, change = report.seconds[Recipe.stage], pruned.against(dense)
         rows.append(DemoRow(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
         if method == "sparsellm" and output is not None:
             report.perplexity["demo"] = {"dense": dense, "pruned": pruned}

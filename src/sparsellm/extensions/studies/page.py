@@ -30,12 +30,9 @@ from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, sa
 from sparsellm.extensions.studies.sweep_tables import Row, grid, legend, models, shown_measures, table
 from sparsellm.pipeline.output_folder import REPORT, is_sweep
 from sparsellm.pipeline.path_names import PathNames, local_files
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import without_defaults
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.recipe import RunRecipe
 from sparsellm.pipeline.report import NOT_PRUNED, Report, read_report
 from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.zeros_before import counts
 from sparsellm.texts.paths import local_path
 
 
@@ -96,7 +93,7 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
 
 def comparison_page(comparison: Comparison) -> str:
     """The tables of a comparison as an HTML page."""
-    recipes = {run.name: without_defaults(run.report.recipe.model_dump(mode="json")) for run in comparison.runs}
+    recipes = {run.name: run.report.recipe.changed() for run in comparison.runs}
     figures = [figure for run in comparison.runs for figure in run.figures.values()]
     with style():
         return Page(
@@ -160,7 +157,7 @@ def verdict(report: Report, verified: bool) -> str:
         verified: Whether the output was read back and verified when it was written.
     """
     pattern = f"{report.n_m} sparsity, " if report.n_m else ""
-    removed = f"zero, {_percent(report.sparsity_before)} before the run" if counts(report.totals) else "removed"
+    removed = f"zero, {_percent(report.sparsity_before)} before the run" if report.totals.before_and_after else "removed"
     share = f"{pattern}{_percent(report.sparsity)} of the weights in the pruned layers {removed}"
     parts = [share] if report.blocks else [NOT_PRUNED]
     figures = evaluations(report)
@@ -244,7 +241,7 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
     )
 
 
-def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:
+def _input_names(*recipes: RunRecipe) -> list[str]:
     """The names of the local files that recipes read, each once."""
     return list(dict.fromkeys(name for recipe in recipes for _, name in local_files(recipe)))
 

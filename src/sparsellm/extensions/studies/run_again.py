@@ -12,12 +12,11 @@ import yaml
 
 from sparsellm.extensions.studies.sweep_cells import Cell, Published, Sweep
 from sparsellm.pipeline.own_method import ObjectRecipe
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.recipe_fields import fields_of_others
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 
 
-def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
+def run_command(recipe: RunRecipe, output: str) -> str:
     """The command line that gives a recipe, quoted for a POSIX shell, with each option on a line of its own.
 
     For a method that is an object, the call in Python.

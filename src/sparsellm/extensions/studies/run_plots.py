@@ -20,9 +20,8 @@ from sparsellm.extensions.studies.figures import (
 )
 from sparsellm.extensions.studies.measures import short_names, value_with_error
 from sparsellm.extensions.studies.search_result import SearchResult
-from sparsellm.methods import BlockResult, LayerResult, TrainingResult
+from sparsellm.methods import WHOLE_MODEL, BlockResult, LayerResult, TrainingResult
 from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.training_outcome import WHOLE_MODEL
 from sparsellm.solvers.patterns import Unstructured
 
 if TYPE_CHECKING:

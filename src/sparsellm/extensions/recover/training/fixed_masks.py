@@ -1,7 +1,7 @@
 """Fixed masks in the user's own training: zeros that stay while an optimizer, of any kind, updates the other weights.
 
-`sparsellm recover` holds its masks itself, in `MaskedParameters` of `sparsellm.training.trained_weights`. Masks here are True
-where a weight is zero; those are True where it is kept.
+`sparsellm recover` holds its masks itself, in `MaskedParameters`. Masks here are True where a weight is zero; those are True
+where it is kept.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sparsellm.extensions.recover.training.quantized_training import QuantizedParameters, RoundedLayer
+from sparsellm.extensions.recover.training.trained_weights import MaskedLoRA, MaskedParameters, TrainedWeights
 from sparsellm.methods import CurvePoint, TrainingResult
 from sparsellm.runtime import collectives, devices
-from sparsellm.training.quantized_training import QuantizedParameters, RoundedLayer
-from sparsellm.training.trained_weights import MaskedLoRA, MaskedParameters, TrainedWeights
 
 VALIDATIONS = 10
 """Number of validations during training."""

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam, Pieces, TrainingStore
+from sparsellm.extensions.recover.training.quantized_training import RoundedLayer, rounded_layers, store_scales
+from sparsellm.extensions.recover.training.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
 from sparsellm.methods import Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import (
@@ -28,9 +31,6 @@ from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
 from sparsellm.solvers.quantization import Scales
 from sparsellm.texts.padding import unpadded_batches
-from sparsellm.training.masked_training import MaskedAdam, Pieces, TrainingStore
-from sparsellm.training.quantized_training import RoundedLayer, rounded_layers, store_scales
-from sparsellm.training.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,7 +115,7 @@ def distill(
 ) -> tuple[TrainingResult, tuple[str, ...]]:
     r"""Minimize $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions over the blocks' parameters, in place.
 
-    The blocks' activations are recomputed in the backward pass. Memory: see `sparsellm.training.memory`.
+    The blocks' activations are recomputed in the backward pass. Memory: see `sparsellm.extensions.recover.training.memory`.
 
     Args:
         groups: Token ids, (batch, seq) each, from `group_batches`.

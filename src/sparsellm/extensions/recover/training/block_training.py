@@ -9,32 +9,15 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.walk import Activations
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam, TrainingStore
+from sparsellm.extensions.recover.training.quantized_training import rounded_layers, store_scales
 from sparsellm.methods import TrainingResult
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import compute_dtype_context, require_grad_only
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import eigh
 from sparsellm.solvers.quantization import Scales
-from sparsellm.texts.padding import unpadded_batches
-from sparsellm.training.masked_training import MaskedAdam, TrainingStore
-from sparsellm.training.quantized_training import rounded_layers, store_scales
-
-TOKENS_A_STEP = 4096
-"""Approximate number of tokens per gradient step of a block."""
-
-
-def windows_a_step(samples: int, length: int) -> int:
-    """Number of sequences per gradient step of a block; at most an eighth of all, so that some can be held out."""
-    return max(1, min(TOKENS_A_STEP // length, samples // 8))
-
-
-def split_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
-    """Divide sequences, (samples, seq), into batches of at most `batch` that do not cross the boundaries of gradient steps.
-
-    The sequences of a step then do not depend on the batch size, unless a batch is larger than a step. Batches have no padding.
-    """
-    step = max(batch, windows_a_step(*windows.shape))
-    return tuple(part for group in windows.split(step) for part in unpadded_batches(group, batch))
+from sparsellm.texts.padding import windows_a_step
 
 
 def refine_block(

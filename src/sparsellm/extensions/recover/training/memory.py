@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparsellm.extensions.recover.training.trained_weights import Train, trained_names
 from sparsellm.models.blocks import Block
-from sparsellm.training.trained_weights import Train, trained_names
 
 COPIES = 7
 """float32 copies of the trained tensors: the weights, Adam's two moments, the best state so far, the gradient of a batch,

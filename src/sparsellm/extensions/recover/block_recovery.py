@@ -17,6 +17,12 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed, dtype_name
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
+from sparsellm.extensions.recover.training.block_training import refine_block
+from sparsellm.extensions.recover.training.distillation import RATES
+from sparsellm.extensions.recover.training.masked_training import MaskedAdam, TrainingStore
+from sparsellm.extensions.recover.training.memory import trained_bytes
+from sparsellm.extensions.recover.training.trained_weights import Train, trained_names
 from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
@@ -27,7 +33,6 @@ from sparsellm.pipeline.outputs import Output, read_finished
 from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.quantized_output import layer_scales
 from sparsellm.pipeline.recipe_file import validated
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
 from sparsellm.pipeline.report import PrunedReport
 from sparsellm.pipeline.selection import layer_names, matching, unmatched
 from sparsellm.pipeline.verification import verify
@@ -35,11 +40,6 @@ from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.quantization import Scales, format_fields
 from sparsellm.solvers.statistics import InputRMS, TokenCount
-from sparsellm.training.block_training import refine_block
-from sparsellm.training.distillation import RATES
-from sparsellm.training.masked_training import MaskedAdam, TrainingStore
-from sparsellm.training.memory import trained_bytes
-from sparsellm.training.trained_weights import Train, trained_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -13,27 +14,32 @@ from torch import Tensor
 
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Perplexity
+from sparsellm.evaluation.perplexity import measure_perplexity
+from sparsellm.extensions.recover.block_recovery import BlockRecovery, recovery_plan
+from sparsellm.extensions.recover.model_training import JournalStore
+from sparsellm.extensions.recover.preparation import PreparedRecovery, prepare_recovery
+from sparsellm.extensions.recover.recipe import RecoveryRecipe
+from sparsellm.extensions.recover.stage_memory import MEASURING_CHECKPOINT, fit_to_disk
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.block_recovery import BlockRecovery, recovery_plan
-from sparsellm.pipeline.events import MEASURING_CHECKPOINT, OPENING, READING_TEXTS, Observer, add_note, run_stage
+from sparsellm.pipeline.events import OPENING, READING_TEXTS, Observer, add_note, run_stage
 from sparsellm.pipeline.input_digests import check_inputs
 from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.loading import open_model
-from sparsellm.pipeline.measuring import measure_checkpoint
+from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, open_model
 from sparsellm.pipeline.outputs import changed_before
-from sparsellm.pipeline.planning import fit_to_disk
-from sparsellm.pipeline.preparation import PreparedRecovery, prepare_recovery
-from sparsellm.pipeline.recovery_recipe import RecoveryRecipe
+from sparsellm.pipeline.path_names import PathNames
+from sparsellm.pipeline.preparation import Prepared
+from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run import Run, RunArguments, recorded
 from sparsellm.pipeline.saving import Result
+from sparsellm.pipeline.sensitivities import estimate_fisher
 from sparsellm.pipeline.sequential import Step, block_steps, visit_blocks
-from sparsellm.pipeline.stages import JournalStore, estimate_fisher, train_model, training_data
-from sparsellm.pipeline.training_outcome import why_not_recovered
 from sparsellm.texts.in_memory import Given
+from sparsellm.texts.padding import token_digest
 
 
 @torch.inference_mode(False)  # a caller's own would leave no gradients
@@ -70,7 +76,7 @@ def recover_run(
             report.add_before(before)
             loaded = run.in_batches(loaded, partial(_recover, run))
             report.add_changes(changed_before(ready.source.folder))
-            for text in report.recovery_warnings():
+            for text in recovery_warnings(report):
                 add_note(text, report, observer)
             with run.noting_not_measured():
                 run.measure("pruned", loaded)
@@ -84,15 +90,50 @@ def _measure_before(run: Run[PreparedRecovery]) -> dict[str, Perplexity]:
         return {}
     unread = {"evaluate": (), "task": ()}  # its texts are tokens already
     opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None, **unread}))
-    before = measure_checkpoint(
+    before = _measure_checkpoint(
         run.report, opened, ready=ready, placement=run.placement, observer=run.observer, folder=run.folder
     )
     gc.collect()  # frees the checkpoint's weights
     return before
 
 
+def _measure_checkpoint(
+    report: Report, opened: OpenedModel, *, ready: Prepared, placement: Placement, observer: Observer, folder: Path | None
+) -> dict[str, Perplexity]:
+    """The perplexity, by text, of the pruned checkpoint that a recovery starts from.
+
+    What its own report says about the same sequences is not measured again.
+
+    Args:
+        opened: The pruned checkpoint.
+        placement: Where it is held.
+        folder: Folder for the files of this measurement.
+    """
+    results: dict[str, Perplexity] = {}
+    loaded: LoadedModel | None = None
+    for text, test in ready.tests.items():
+        with run_stage(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
+            known = report.before(text)
+            if known is None or not known.parts or known.parts.digest != token_digest(test):
+                if loaded is None:
+                    loaded = load_model(report.recipe, opened, folder=folder, placement=placement)
+                    check_runs(loaded, by_block=loaded.weights.on_disk, predicts=True)
+                known = measure_perplexity(loaded, test, PathNames(report.recipe)[text], progress=advance)
+            results[text] = known
+    return results
+
+
+def recovery_warnings(report: Report) -> Iterator[str]:
+    """State what differs from the recipe: fallbacks in blocks, and blocks that are unchanged."""
+    yield from report.block_notes()
+    if unchanged := [x.name for x in report.blocks if x.refined and x.refined.curve and not x.refined.steps]:
+        count = f"{len(unchanged)} of {plural(len(report.blocks), 'block')}, {unchanged[0]} first"
+        advice = "Use more text, with more `samples`, or more `steps`"
+        yield f"no step lowered the held-out loss of {count}: the weights there are unchanged. {advice}"
+
+
 def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[Tensor]) -> None:
-    """Recover block by block, and train the whole model if the recipe says so.
+    """Recover block by block, and take the steps after the blocks if the recipe says so.
 
     Args:
         batches: Calibration token ids, each (batch, length) without padding.
@@ -104,17 +145,11 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
     with run.dense_cache(loaded) as cache:
         if method.needs_fisher:
             fisher = estimate_fisher(loaded, batches, report=report, observer=observer, cache=cache)
-        data, training = None, ready.training
-        if training:
-            # The head differs from the dense model's also where an earlier recovery changed it.
-            copies_head = blocks[-1].is_head or bool(method.outside) or training.trains_outside
-            data = training_data(
-                loaded, ready, training, batches, report=report, observer=observer, cache=cache, copies_head=copies_head
-            )
+        finishing = [step.begin(run, loaded, batches, cache) for step in ready.steps]
     if journal:
         method = replace(method, store=JournalStore(journal).begin)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with run_stage(ready.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
+    with run_stage(ready.recipe.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
         for step in recover_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):
             observer(step)
             if isinstance(step, BlockResult):
@@ -122,17 +157,8 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
     if method.outside:
         method.copy_outside(loaded, journal)
         report.changed_outside = method.outside
-    if training and data:
-        train_model(
-            loaded,
-            training,
-            data,
-            plan=plan,
-            report=report,
-            observer=observer,
-            journal=journal,
-            why_unchanged=partial(why_not_recovered, ready.recipe),
-        )
+    for finish in finishing:
+        finish()
 
 
 def recover_blocks(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
 
-from sparsellm.errors import InvalidSetting
-from sparsellm.pipeline.recipe import NEEDS_TEXT, SCOPE_STEPS, RunRecipe
-from sparsellm.pipeline.recipe_fields import RecoveryFields
+from sparsellm.errors import InvalidSetting, plural
+from sparsellm.extensions.recover.recipe_fields import RecoveryFields
+from sparsellm.pipeline.recipe import NEEDS_TEXT, RunRecipe
+
+if TYPE_CHECKING:
+    from sparsellm.methods import TrainingResult
+    from sparsellm.pipeline.results import Totals
+
+SCOPE_STEPS = {"block": 100, "model": 1200}
+"""Default number of gradient steps: for each block, or for the whole model."""
 
 
 class RecoveryRecipe(RunRecipe, RecoveryFields):
@@ -19,6 +27,9 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
     argument: ClassVar[str] = "pruned"
     renamed: ClassVar[dict[str, str]] = {"model": "against"}
     inherited: ClassVar[frozenset[str]] = frozenset({"dtype"})
+    stage: ClassVar[str] = "recovering"
+    result: ClassVar[str] = "recovered"
+    trains: ClassVar[bool] = True
 
     @property
     def also_read(self) -> tuple[str, ...]:
@@ -46,11 +57,21 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
         return SCOPE_STEPS[scope]
 
     @property
-    def model_steps(self) -> int:
-        return self.resolved_steps if self.scope == "model" else 0
+    def steps_after(self) -> tuple[str, ...]:
+        return ("training",) if self.scope == "model" else ()
 
     def describe(self) -> str:
         return f"recovered from {PurePath(self.pruned).name} by {self.describe_steps()}"
+
+    def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
+        unchanged = sum(not training.steps for training in trainings.values())
+        if trainings and unchanged == len(trainings):
+            none = f"none of {self.describe_steps()} lowered the held-out loss"
+            return f"nothing was recovered from {PurePath(self.pruned).name}: {none}"
+        if not unchanged:
+            return self.describe()
+        blocks = f"{unchanged} of {plural(len(trainings), 'block')}"
+        return f"{self.describe()}, {blocks} unchanged, since no step lowered the loss"
 
     def describe_steps(self) -> str:
         """Describe the training in part of a sentence."""

@@ -1,0 +1,71 @@
+"""Steps that the whole model takes after its blocks, such as a training. Extensions bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from torch import Tensor
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.extension import find
+from sparsellm.methods import BlockShapes, Memory
+
+if TYPE_CHECKING:
+    from sparsellm.models.loaded_model import LoadedModel
+    from sparsellm.pipeline.journal import Journal
+    from sparsellm.pipeline.loading import OpenedModel, Placement
+    from sparsellm.pipeline.recipe import RunRecipe
+
+
+class ModelStep(Protocol):
+    """A step of a run that changes the whole model once its blocks are pruned.
+
+    Attributes:
+        on_dense: Names of its stages before the blocks, which compute something with the dense model.
+        stage: Name of its stage after the blocks.
+    """
+
+    on_dense: ClassVar[tuple[str, ...]]
+    stage: ClassVar[str]
+
+    @classmethod
+    def of(cls, recipe: RunRecipe) -> Self:
+        """The step of a pruning run."""
+        ...
+
+    def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
+        """Describe the memory that the step takes, given the calibration sequences, (samples, length).
+
+        Raises:
+            TooLarge: The device has less.
+        """
+        ...
+
+    def memory(self, ready: Any, placement: Placement, shapes: BlockShapes) -> Iterator[tuple[str, Memory]]:
+        """The memory of each of its stages, by name. ready: the `Prepared` run."""
+        ...
+
+    def begin(self, run: Any, loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None) -> Callable[[], None]:
+        """Compute what the step needs of the dense model.
+
+        Args:
+            run: The `sparsellm.pipeline.run.Run`.
+            batches: Calibration token ids, each (batch, length) without padding.
+            cache: Holds what is known of the dense model on the calibration sequences.
+
+        Returns:
+            A function that changes the model, whose blocks are pruned by then, and adds to the report of the run.
+        """
+        ...
+
+
+def steps_of(recipe: RunRecipe) -> tuple[ModelStep, ...]:
+    """The steps of a pruning run. Raises InvalidSetting for one that no installed package brings."""
+    found = []
+    for name in recipe.steps_after:
+        kind: type[ModelStep] | None = find("steps", name)
+        if kind is None:
+            raise InvalidSetting(f"{name.capitalize()} of the whole model is brought by no installed package.")
+        found.append(kind.of(recipe))
+    return tuple(found)
