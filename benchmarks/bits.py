@@ -32,6 +32,8 @@ from torch import Tensor, nn
 import sparsellm
 from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
 from sparsellm.evaluation.perplexity import measured
+from sparsellm.extensions.integers.formats import SCALE_BITS, IntegerFormat
+from sparsellm.extensions.integers.quantization import round_to_nearest
 from sparsellm.formats.encoding import encode
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
@@ -42,9 +44,7 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.sequential import prune_blocks
-from sparsellm.solvers.integers import SCALE_BITS, IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.solvers.quantization import round_to_nearest
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import read_text
 

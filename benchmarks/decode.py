@@ -29,6 +29,8 @@ from measuring import MEASURED, markdown_table, read_figures, write_figures
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
+from sparsellm.extensions.integers.formats import BITS_OF, IntegerFormat
+from sparsellm.extensions.integers.quantization import round_to_nearest
 from sparsellm.extensions.packed.decoding_speed import (
     CEILING,
     KERNEL,
@@ -42,8 +44,6 @@ from sparsellm.extensions.packed.decoding_speed import (
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.linear import PackedLinear
-from sparsellm.solvers.integers import BITS_OF, IntegerFormat
-from sparsellm.solvers.quantization import round_to_nearest
 
 FILES = sorted(MEASURED.glob("decode-*.json"), reverse=True)
 """A file for each instruction set."""

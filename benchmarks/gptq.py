@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsellm.solvers.integers import SCALE_BITS, IntegerFormat
+from sparsellm.extensions.integers.formats import SCALE_BITS, IntegerFormat
+from sparsellm.extensions.integers.quantization import expand_groups, round_compensated
 from sparsellm.solvers.linalg import add_diagonal, cholesky_
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import expand_groups, round_compensated
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
 CLIPS = tuple(1 - step / 40 for step in range(24))

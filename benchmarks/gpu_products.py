@@ -25,14 +25,14 @@ from torch.nn.functional import linear
 from torch.sparse import to_sparse_semi_structured
 from transformers import PreTrainedConfig
 
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import round_to_nearest
 from sparsellm.extensions.packed.decoding_speed import TORCH
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.csr_triton import CompressedRows, csr_matmul
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.runtime.devices import synchronize
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.solvers.quantization import round_to_nearest
 
 FILE = MEASURED / "gpu-products.json"
 ROWS, COLUMNS = 11008, 4096

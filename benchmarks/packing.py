@@ -26,12 +26,12 @@ from measuring import MEASURED, arguments, markdown_table, program, read_figures
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparsellm.extensions.integers.formats import BITS_OF
+from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.extensions.packed.packing import NearestIntegers, quantize
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.encoding import decode_parts, encode
 from sparsellm.pipeline.report import load_report
-from sparsellm.solvers.integers import BITS_OF
-from sparsellm.solvers.quantization import Quantized
 
 FILE = MEASURED / "packing.json"
 MODELS = ("demo:opt", "demo:llama")

@@ -19,11 +19,11 @@ from measuring import MEASURED, markdown_table, measure_or_show, read_figures, r
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import round_compensated
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import round_compensated
 from sparsellm.solvers.statistics import Gram, TokenCount
 from sparsellm.texts.samples import calibration_windows
 from sparsellm.texts.texts import read_text

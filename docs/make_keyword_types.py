@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PIPELINE = Path(__file__).parents[1] / "src" / "sparsellm" / "pipeline"
-FIELDS, FILE = PIPELINE / "recipe_fields.py", PIPELINE / "keyword_types.py"
+PACKAGE = Path(__file__).parents[1] / "src" / "sparsellm"
+FIELDS, FILE = PACKAGE / "pipeline" / "recipe_fields.py", PACKAGE / "pipeline" / "keyword_types.py"
 
-TYPES = {"Names": "str | Sequence[str]"}
+TYPES = {"Names": "str | Sequence[str]", "IntegerName | None": 'Literal["int8", "int4", "int3"] | None'}
 """Types of keywords that stand for the type of a field: a single text needs no list, and a list may be any sequence."""
 
 IN_MEMORY = {"evaluate": "str | Path | Sequence[str | Path] | CalibrationData"}
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from sparsellm.pipeline.recipe_fields import SolverName
-from sparsellm.solvers.integers import IntegerName
 from sparsellm.texts.in_memory import CalibrationData
 '''
 
@@ -37,12 +36,15 @@ def read_fields() -> tuple[dict[str, dict[str, str]], set[str]]:
     """The type of every field by its class and name, and the names of the fields that `evaluate` takes."""
     classes: dict[str, dict[str, str]] = {}
     evaluated: set[str] = set()
-    for node in ast.parse(FIELDS.read_text(encoding="utf-8")).body:
+    sources = [FIELDS, *sorted(PACKAGE.glob("extensions/*/recipe_fields.py"))]
+    for node in (node for file in sources for node in ast.parse(file.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.ClassDef):
             classes[node.name] = {
                 line.target.id: keyword_type(line.target.id, ast.unparse(line.annotation))
                 for line in node.body
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+                if isinstance(line, ast.AnnAssign)
+                and isinstance(line.target, ast.Name)
+                and "ClassVar" not in ast.unparse(line.annotation)
             }
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EVALUATION":
             evaluated.update(x.value for x in ast.walk(node.value) if isinstance(x, ast.Constant))
@@ -63,7 +65,7 @@ def typed_dictionary(name: str, base: str, docstring: str, types: dict[str, str]
 def source() -> str:
     """The file with the present fields."""
     classes, evaluated = read_fields()
-    run, recipe = classes["RunFields"], classes["RecipeFields"]
+    run, recipe = classes["RunFields"], classes["PruneFields"] | classes["IntegerFields"]
     shared = {name: kind for name, kind in run.items() if name not in NAMED_BY_PRUNE}
     prune_only = {"dtype": shared.pop("dtype")} | {name: kind for name, kind in recipe.items() if name not in NAMED_BY_PRUNE}
     measured = {name: kind for name, kind in shared.items() if name in evaluated}

@@ -34,14 +34,14 @@ import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import SparseLLMError
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.extensions.packed.packed_files import packed_entries
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.formats.packed_checkpoint import PackedTensor, read_packed
 from sparsellm.runtime import native
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Quantized
 from tests.fuzzing import TooSlow, limited
 from tests.meter import start_peak, status_of
 from tests.packed_changes import Weights, agree, bomb, changed_file, changed_tensor

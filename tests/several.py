@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTCo
 import sparsellm
 from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.evaluation.perplexity import token_perplexity as perplexity
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.block_recovery import BlockRecovery
 from sparsellm.extensions.recover.run import recover_blocks
 from sparsellm.extensions.recover.training.block_training import split_batches
@@ -28,8 +30,6 @@ from sparsellm.methods import LAYER_RESULT
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pipeline.saving import Result
 from sparsellm.runtime import collectives, devices, process_group
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Scales
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {

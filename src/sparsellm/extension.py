@@ -34,6 +34,8 @@ class Extension:
         commands: By its name on the command line, a function that `typer` makes a command of.
         options: By the name of a command that runs recipes, classes of further options: subclasses of
             `sparsellm.cli.run_options.RunOptions`.
+        fields: By "prune", classes of further fields of its recipes, which become options and keywords too: subclasses of
+            `sparsellm.pipeline.recipe_fields.FurtherFields`.
         readers: By the `quant_method` in config.json, a reader of weights that are stored in another form: a class with the
             attributes of `sparsellm.checkpoints.readers.Reader`.
         sections: By its name in sparsellm.json, a class of a part of reports, with the methods of
@@ -41,14 +43,21 @@ class Extension:
         recipes: By the command that runs it, a class of recipes: a subclass of `sparsellm.pipeline.recipe.RunRecipe`.
         steps: By its name in `RunRecipe.steps_after`, a class of what the whole model goes through after its blocks, with the
             methods of `sparsellm.pipeline.steps.ModelStep`.
+        allocations: By its name in `allocation`, a class of a rule that sets each layer's pattern, with the methods of
+            `sparsellm.pipeline.cached_allocation.Rule`.
+        side_files: By its name, a class that writes and reads a file beside the weights, with the methods of
+            `sparsellm.checkpoints.side_files.SideFile`.
     """
 
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
     readers: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, str] = field(default_factory=dict)
     recipes: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, str] = field(default_factory=dict)
+    allocations: Mapping[str, str] = field(default_factory=dict)
+    side_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.extensions.integers.scales_file import read_scales
 from sparsellm.extensions.packed import documents as packed_documents
 from sparsellm.extensions.packed import packing
 from sparsellm.extensions.packed.packed_files import packed_entries
-from sparsellm.pipeline.quantization_file import read_scales
 from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless

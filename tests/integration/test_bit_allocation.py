@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 import sparsellm
 from sparsellm.activations.fisher_diagonal import FisherFactors, weight_costs
-from sparsellm.allocation import error_curves
-from sparsellm.allocation.bits import BitBudget, LayerFormat, bit_range
-from sparsellm.allocation.error_curves import DENSITIES, DESCENT, ROUNDED, ErrorCurve, measure_errors
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.integers import error_curves
+from sparsellm.extensions.integers.bit_budget import BitBudget, LayerFormat, bit_range
+from sparsellm.extensions.integers.error_curves import DENSITIES, DESCENT, ROUNDED, ErrorCurve, measure_errors
+from sparsellm.extensions.integers.formats import WIDTHS, IntegerFormat
+from sparsellm.extensions.integers.quantization import DAMPING, gptq, round_to_nearest
 from sparsellm.methods import LayerResult
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.plan import uniform_plan
-from sparsellm.solvers.integers import WIDTHS, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured
-from sparsellm.solvers.quantization import DAMPING, gptq, round_to_nearest
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
 
 Shapes = dict[str, tuple[int, int]]

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, UnsupportedModel
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized, Scales, round_to_nearest
+from sparsellm.extensions.integers.scales_file import write_scales
 from sparsellm.extensions.packed.packing import pack
 from sparsellm.extensions.quantized.schemes import pack_integers, unpack_integers
 from sparsellm.pipeline.output_folder import SCALES_FILE
-from sparsellm.pipeline.quantization_file import write_scales
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Quantized, Scales, round_to_nearest
 from tests.conftest import byte_tokenizer
 from tests.integration.test_packed_models import save_pruned
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
+from sparsellm.extensions.integers.quantization import expand_groups
 from sparsellm.extensions.quantized.schemes import unpack_integers
 from sparsellm.extensions.recover.block_recovery import read_recovery, recovery_plan
 from sparsellm.pipeline.loading import open_model
-from sparsellm.solvers.quantization import expand_groups
 from tests.conftest import report_of
 
 UP = "model.layers.1.mlp.up_proj.weight"

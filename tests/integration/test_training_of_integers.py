@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedModel
 
 import sparsellm
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.recipe import SCOPE_STEPS
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Scales
 from tests.integration.test_bit_allocation import packed_bits
 
 COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}

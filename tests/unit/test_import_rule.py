@@ -206,7 +206,7 @@ def test_solvers_know_no_modules_and_no_files() -> None:
 def test_models_and_streams_know_no_solver_and_no_pattern() -> None:
     """Statistics, linear algebra and regressions are theirs to use; which weights stay is not their matter."""
     solvers = {other for other in FILES if other.startswith("solvers/")}
-    unshared = solvers - {"solvers/linalg", "solvers/statistics", "solvers/regression", "solvers/integers"}
+    unshared = solvers - {"solvers/linalg", "solvers/statistics", "solvers/regression", "extensions/integers/formats"}
     found = imports(within("models", "checkpoints", "activations"))
     assert [(place, name) for place, name in found if imported_files(name) & unshared] == []
 

@@ -14,7 +14,6 @@ from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, 
 from sparsellm.pipeline.display import percent, with_standard_error
 from sparsellm.pipeline.inspection import Inspection, LayerZeros
 from sparsellm.pipeline.report import Report, When
-from sparsellm.solvers.integers import integer_name
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
 
@@ -154,4 +153,4 @@ def _integers(layer: LayerZeros) -> list[str]:
     if layer.bits is None:
         return ["-", "-", "-"]
     group = f"{layer.group_size} columns" if layer.group_size else "row"
-    return [integer_name(layer.bits), group, f"{layer.bits_per_weight:.3f}"]
+    return [f"int{layer.bits}", group, f"{layer.bits_per_weight:.3f}"]

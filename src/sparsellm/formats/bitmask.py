@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, dtype_name
+from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized, dequantized
 from sparsellm.formats.parts import DTYPES
-from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
-from sparsellm.solvers.quantization import Quantized, dequantized
 
 VALUES_PADDING = 64
 """Zeros after the last value: a kernel reads values in vectors, and the last one may reach past the end."""

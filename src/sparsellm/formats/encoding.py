@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, bits_of, starts_of_rows
 from sparsellm.formats.integer_encoding import decode_integers, decode_scales, encode_integers
 from sparsellm.formats.parts import (
@@ -42,7 +43,6 @@ from sparsellm.formats.parts import (
     stored_bytes,
     stored_tensors,
 )
-from sparsellm.solvers.integers import IntegerFormat
 
 _WIDEST = 7
 """Most bits of a code. Eight would be as long as an exponent."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.formats.bitmask import Bitmask, unpack_bits
 from sparsellm.formats.parts import (
     Bytes,
@@ -32,7 +33,6 @@ from sparsellm.formats.parts import (
     size_of,
     split_halves,
 )
-from sparsellm.solvers.integers import IntegerFormat
 
 Integers = NDArray[np.int8]
 

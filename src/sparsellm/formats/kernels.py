@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, dtype_name, plural
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.formats.bitmask import Bitmask, is_aligned
 from sparsellm.formats.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_kernels, warn_missing
 from sparsellm.formats.parts import DTYPES
 from sparsellm.runtime.autotuning import Computation, speedup
-from sparsellm.solvers.integers import IntegerFormat
 
 MAX_TOKENS = 16
 """Tokens up to which the kernels may multiply. From there on, torch's product with decoded rows takes less time."""

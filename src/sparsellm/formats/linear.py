@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.errors import InvalidSetting, dtype_name
+from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
 from sparsellm.extensions.packed.packed_files import PackedEntry
 from sparsellm.formats import csr_triton
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype
 from sparsellm.formats.encoding import decode_parts, encode
 from sparsellm.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, is_faster_dense, packed_linear
 from sparsellm.formats.parts import DTYPES, PARTS
-from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 
 RUNNING = ("mask", "values", "row_starts", "scales")
 """Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`. Without integers there are no `scales`."""
@@ -168,6 +168,10 @@ class PackedLinear(nn.Module):
         dense.register_parameter("weight", nn.Parameter(self.weight.to(dtype)))
         dense.register_parameter("bias", self.bias)
         return dense
+
+    def weight_formats(self) -> dict[str, IntegerFormat]:
+        """The format of the integers of the weight, if it has any, as `sparsellm.checkpoints.side_files.HoldsFormats`."""
+        return {"weight": self.format} if self.format else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""

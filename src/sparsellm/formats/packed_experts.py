@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.formats.linear import PackedLinear
 from sparsellm.formats.parts import PARTS
 from sparsellm.models.experts import GATED, experts_of
@@ -45,6 +46,11 @@ class PackedExperts(nn.Module):
             output = down(self.activate(gate(x), up(x))) * weights[rows, places, None]
             out = out.index_add(0, rows, output.to(out.dtype))
         return out.view_as(hidden_states)
+
+    def weight_formats(self) -> dict[str, IntegerFormat]:
+        """The formats of the integers of the parameters, as `PackedLinear.weight_formats`."""
+        layers = [(parameter, layer) for parameter in FUSED for _, layer in self.layers(parameter)]
+        return {parameter: layer.format for parameter, layer in layers if layer.format}
 
     def layers(self, parameter: str) -> Iterator[tuple[str, Any]]:
         """Iterate over the layers that one of the parameters was made of, expert by expert, with their paths."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import dtype_name
+from sparsellm.extensions.integers.formats import mask_bits
+from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.packed.packed_files import PackedEntry
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.encoding import decode_parts, encode
-from sparsellm.solvers.integers import mask_bits
-from sparsellm.solvers.quantization import Scales
 
 SPARSE = 0.1
 """Fraction of zeros from which a matrix is packed for running. With fewer, decoding costs more time than its bytes."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.integers import MASK_WORD, mask_bytes
+from sparsellm.extensions.integers.formats import MASK_WORD, mask_bytes
 
 Bytes = NDArray[np.uint8]
 

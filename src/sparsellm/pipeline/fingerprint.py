@@ -27,7 +27,7 @@ from sparsellm.pipeline.events import Note, Observer
 from sparsellm.pipeline.journal import JOURNAL, OF_RECIPE, Journal
 from sparsellm.pipeline.output_folder import ANEW, LOG
 from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.recipe_fields import RULES, RunFields, fields_with
+from sparsellm.pipeline.recipe_fields import RunFields, fields_with
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import sparsegpt
 from sparsellm.texts.padding import token_digest
@@ -73,8 +73,8 @@ def fingerprint(
     """
     settings = recipe.model_dump(mode="json", exclude=set(NOT_DECISIVE))
     decisive = {f"{OF_RECIPE}{name}": value for name, value in settings.items()}
-    if recipe.allocation_rule not in RULES:
-        decisive["contents of `allocation`"] = contents(Path(recipe.allocation_rule))
+    if recipe.allocation_file:
+        decisive["contents of `allocation`"] = contents(Path(recipe.allocation_file))
     if isinstance(source, Checkpoint):
         decisive |= model_fingerprint(source)
     decisive["calibration tokens"] = token_digest(windows)

@@ -14,7 +14,7 @@ from sparsellm.pipeline.fingerprint import NOT_DECISIVE, contents, model_fingerp
 from sparsellm.pipeline.outputs import read_output
 from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.recipe_fields import RULES, RunFields, fields_with
+from sparsellm.pipeline.recipe_fields import RunFields, fields_with
 from sparsellm.texts.data_sets import is_saved
 from sparsellm.texts.json_files import Unreadable, read_utf8
 from sparsellm.texts.paths import is_task_file, local_path
@@ -67,7 +67,7 @@ def check_inputs(recipe: RunRecipe, given: Collection[str] | None = None) -> Non
     texts = {"calibration": [recipe.calibration] if recipe.reads_text else [], "evaluate": recipe.evaluate}
     for text in (text for field, named in texts.items() if field not in (given or ()) for text in named):
         check_text(str(text))
-    if (file := recipe.allocation_rule) not in RULES:
+    if file := recipe.allocation_file:
         try:
             read_utf8(local_path(file))
         except Unreadable as error:
@@ -151,7 +151,7 @@ def _local_names(recipe: RunRecipe) -> Iterator[str]:
     """The names in a recipe that may be files or folders, besides its model."""
     yield from [recipe.calibration] if recipe.reads_text and recipe.calibration else []
     yield from recipe.evaluate
-    yield from [recipe.allocation_rule] if recipe.allocation_rule not in RULES else []
+    yield from [recipe.allocation_file] if recipe.allocation_file else []
     yield from [recipe.task_data] if recipe.task and recipe.task_data else []
     yield from (task for task in recipe.task if is_task_file(task))
 

@@ -11,19 +11,15 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import CheckpointComparison, StoredTensors, compare, layers_by_parameter
 from sparsellm.checkpoints.opening import describe_quantization
+from sparsellm.checkpoints.side_files import HoldsFormats, StoredFormat, formats_of
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.formats.linear import PackedLinear
-from sparsellm.formats.packed_experts import FUSED, PackedExperts
 from sparsellm.methods import StoredPattern
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import REPORT
-from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.pipeline.report import load_report
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
-from sparsellm.solvers.quantization import format_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -177,7 +173,7 @@ def inspect(
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []
-    formats = {**quantized_tensors(tensors.files), **_formats_in_memory(source.model)}
+    formats = {**formats_of(tensors.files), **_formats_in_memory(source.model)}
     parameters = zeros = 0
     not_finite: dict[str, int] = {}
     counted: set[str] = set()
@@ -215,14 +211,12 @@ def inspect(
     )
 
 
-def _formats_in_memory(model: PreTrainedModel | None) -> dict[str, IntegerFormat]:
-    """The integer formats of a packed model in memory, by the tensor."""
-    formats: dict[str, IntegerFormat] = {}
+def _formats_in_memory(model: PreTrainedModel | None) -> dict[str, StoredFormat]:
+    """The formats of weights that modules hold in another form, by the tensor."""
+    formats: dict[str, StoredFormat] = {}
     for path, module in model.named_modules() if model else ():
-        packed = [("weight", module)] if isinstance(module, PackedLinear) else []
-        if isinstance(module, PackedExperts):
-            packed = [(parameter, layer) for parameter in FUSED for _, layer in module.layers(parameter)]
-        formats |= {f"{path}.{name}": layer.format for name, layer in packed if layer.format}
+        if isinstance(module, HoldsFormats):
+            formats |= {f"{path}.{name}": format for name, format in module.weight_formats().items()}
     return formats
 
 
@@ -237,11 +231,11 @@ def _packed_sizes(folder: Path | None) -> str:
     return " ".join(filter(None, (section.describe() for section in load_report(folder).sections.values())))
 
 
-def _layer_zeros(name: str, weight: Tensor, pattern: Pattern | None, *, format: IntegerFormat | None) -> LayerZeros:
+def _layer_zeros(name: str, weight: Tensor, pattern: Pattern | None, *, format: StoredFormat | None) -> LayerZeros:
     """Count the zeros of a layer and the bits of its integers, if any, and check the pattern that is required of it, if any."""
     holds = None if pattern is None else pattern.holds(weight)
     shape = weight.shape[0], weight.shape[1]
-    return LayerZeros(name, shape, count_zeros(weight), pattern, holds, **format_fields(weight, format))
+    return LayerZeros(name, shape, count_zeros(weight), pattern, holds, **(format.fields_of(weight) if format else {}))
 
 
 def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:

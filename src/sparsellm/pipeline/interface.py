@@ -100,7 +100,7 @@ def prune(
             return prune_run(recipes[0], observer, given=given, source=source)
         runs, results = RunSet(observer, Path(folder)), []
         for number, recipe in enumerate(recipes, 1):
-            observer(NextRun(number, len(recipes), recipe.size_label, alike=True))
+            observer(NextRun(number, len(recipes), recipe.label, alike=True))
             results.append(runs.run(recipe, given=given))
         return results
 

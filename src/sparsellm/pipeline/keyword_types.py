@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from sparsellm.pipeline.recipe_fields import SolverName
-from sparsellm.solvers.integers import IntegerName
 from sparsellm.texts.in_memory import CalibrationData
 
 
@@ -49,7 +48,6 @@ class PruneKeywords(RunKeywords, total=False):
     """Keywords of `prune`, `plan` and `search`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    bits: float | None
     as_published: bool
     effort: Literal["fast", "standard", "best"]
     solver: SolverName | None
@@ -62,7 +60,8 @@ class PruneKeywords(RunKeywords, total=False):
     blocks: str
     include: str | Sequence[str]
     exclude: str | Sequence[str]
-    values: IntegerName | None
-    group_size: int | None
     keep_zeros: bool
     true_sequential: bool
+    bits: float | None
+    values: Literal["int8", "int4", "int3"] | None
+    group_size: int | None

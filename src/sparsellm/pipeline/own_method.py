@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import METHODS, RULES, is_object
+from sparsellm.pipeline.recipe_fields import METHODS, is_object
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.statistics import TokenCount
 
-OF_THE_METHOD = ("keep_zeros", "values", "bits", "true_sequential")
+OF_THE_METHOD = ("keep_zeros", "true_sequential")
 """Fields that `LayerWise` takes, so that they go with a solver but not with a method."""
 
 
@@ -33,7 +33,7 @@ class ObjectRecipe(Recipe):
     def _check_given(self) -> ObjectRecipe:
         if self.given is None:
             return self
-        if isinstance(self.given, BlockMethod) and (name := self._first_changed(*OF_THE_METHOD)):
+        if isinstance(self.given, BlockMethod) and (name := self._first_changed(*OF_THE_METHOD) or self.projecting):
             raise InvalidSetting(f"`{name}` goes with a solver, got the method {self.method}. Leave it out.")
         needs = self.given.needs
         if not (isinstance(needs, type) and issubclass(needs, TokenCount)):
@@ -44,7 +44,7 @@ class ObjectRecipe(Recipe):
 
     @property
     def reads_text(self) -> bool:
-        return getattr(self.given, "needs", None) is not TokenCount or self.allocation_rule in RULES[1:]
+        return getattr(self.given, "needs", None) is not TokenCount or self.allocates
 
 
 def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:

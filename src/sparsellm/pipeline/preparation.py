@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsellm.allocation.bits import check_budget
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import StoredForm
@@ -20,15 +19,15 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
+from sparsellm.pipeline.cached_allocation import rule_of
 from sparsellm.pipeline.events import OPENING, READING_TEXTS, Note, Observer, add_note, run_stage
 from sparsellm.pipeline.fingerprint import DenseCache
 from sparsellm.pipeline.loading import OpenedModel, check_names, open_model
 from sparsellm.pipeline.output_folder import ANEW, LOG
 from sparsellm.pipeline.outputs import dtype_changed_before, totals_before
 from sparsellm.pipeline.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
-from sparsellm.pipeline.quantization_file import check_unrounded, read_scales
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
-from sparsellm.pipeline.recipe_fields import RULES
+from sparsellm.pipeline.recipe_fields import ALLOCATIONS
 from sparsellm.pipeline.recipe_methods import method_of
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.selection import layer_names, select_blocks
@@ -126,10 +125,10 @@ def prepare_pruning(
         different = count_contexts(windows)
         if note := tokens_note(windows, different, max(widths)):
             add_note(note, report, observer)
-        if isinstance(method, SparseLLM) and not recipe.rounds and different < MIN_TOKENS * max(widths):
+        if isinstance(method, SparseLLM) and not recipe.projecting and different < MIN_TOKENS * max(widths):
             method, text = LayerWise(Magnitude(), method.keep_zeros), "the smallest weights of each layer are removed"
-            if recipe.allocation_rule in RULES[1:]:
-                recipe, text = recipe.model_copy(update={"allocation": RULES[0]}), f"{text}, the same fraction of each"
+            if recipe.allocates:
+                recipe, text = recipe.model_copy(update={"allocation": ALLOCATIONS[0]}), f"{text}, the same fraction of each"
             add_note(f"too few tokens to tell inputs apart: {text}", report, observer)
     batch = sequences_a_batch(recipe, windows, length=length, observer=observer)
     steps = steps_of(recipe)
@@ -224,8 +223,7 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
         InvalidSetting: The recipe rounds a model that is rounded already.
     """
     blocks = opened.blocks
-    if recipe.values and isinstance(opened.source, Checkpoint):
-        check_unrounded(recipe.model, read_scales(opened.source.folder))
+    recipe.check_source(opened.source)
     method = method_of(recipe, len(blocks))
     coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
     if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):
@@ -234,14 +232,13 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
             "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
         )
     # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
-    from_file = recipe.allocation_rule not in RULES
-    pattern = Unstructured(0) if from_file else recipe.pattern
+    pattern = Unstructured(0) if recipe.allocation_file else recipe.pattern
     selection = _selection(recipe, opened)
     plan = uniform_plan(pattern=pattern, **selection)
-    if recipe.bits is not None:
-        check_budget(recipe.bits, selection["blocks"], plan)
-    if from_file:
-        plan = plan_from_file(recipe.allocation_rule, plan, layer_names(selection["blocks"]), recipe.pattern)
+    if rule := rule_of(recipe):
+        rule.check(selection["blocks"], plan)
+    if recipe.allocation_file:
+        plan = plan_from_file(recipe.allocation_file, plan, layer_names(selection["blocks"]), recipe.pattern)
     return method, plan
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.extensions.integers.rounding import IntegerValues
 from sparsellm.methods import BlockResult
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
@@ -22,8 +21,6 @@ from sparsellm.pipeline.outputs import changed_before
 from sparsellm.pipeline.planning import fit_to_memory
 from sparsellm.pipeline.preparation import PreparedPruning, prepare_run
 from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import RULES
-from sparsellm.pipeline.recipe_methods import integer_values
 from sparsellm.pipeline.run import Run, RunArguments, recorded
 from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.sensitivities import estimate_fisher
@@ -58,8 +55,7 @@ def prune_run(
         report, observer = records.report, records.observer
         ready = prepare_run(recipe, report, observer, given=given, source=source, shared=arguments.get("shared"))
         run = Run.start(ready, records, fit_to_memory, **arguments)
-        rule = ready.recipe.allocation_rule
-        run.schedule([f"{ALLOCATION} ({rule})"] if rule in RULES[1:] else [])
+        run.schedule([f"{ALLOCATION} ({ready.recipe.allocation_rule})"] if ready.recipe.allocates else [])
         with run.unchanged():
             loaded = run.load_and_check()
             run.measure("dense", loaded)
@@ -83,25 +79,24 @@ def prune_model(run: Run[PreparedPruning], loaded: LoadedModel, batches: Sequenc
     blocks = blocks_and_head(loaded.model, plan)
     fisher: Sequence[Tensor] = []
     allocated: Allocated | None = None
-    values: IntegerValues | None = integer_values(recipe)
     with run.dense_cache(loaded) as cache:
         if method.needs_fisher:
             fisher = estimate_fisher(loaded, batches, report=report, observer=observer, cache=cache)
-        if recipe.allocation_rule in RULES[1:]:
+        if recipe.allocates:
             with run_stage(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
                 allocated = cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
-                plan, values = allocated.plan, allocated.values or values
+                plan = allocated.plan
                 advance(1, 1)
         finishing = [step.begin(run, loaded, batches, cache) for step in ready.steps]
-    if values:
-        method = replace(method, after_solve=values)  # type: ignore[type-var]
+    if allocated and allocated.after_solve:
+        method = replace(method, after_solve=allocated.after_solve)  # type: ignore[type-var]
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with run_stage(recipe.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
         for step in prune_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
-                if allocated:  # which changes `plan` and the values of the method for the blocks that follow
+                if allocated:  # which may change `plan` and `after_solve` for the blocks that follow
                     allocated.spend(step, blocks[step.index])
     for finish in finishing:
         finish()

@@ -10,9 +10,9 @@ import yaml
 from pydantic import field_validator, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.extension import names_of
 from sparsellm.pipeline.recipe_fields import (
     ALLOCATIONS,
-    RULES,
     SCOPES,
     SEQUENTIAL,
     RecipeFields,
@@ -83,6 +83,22 @@ class RunRecipe(RunFields):
     def allocation_rule(self) -> str:
         """The allocation rule, or the path of an allocation file."""
         return "uniform"
+
+    @property
+    def allocation_file(self) -> str | None:
+        """The path of the allocation file; None for a rule."""
+        rule = self.allocation_rule
+        return None if rule in ALLOCATIONS or rule in names_of("allocations") else rule
+
+    @property
+    def allocates(self) -> bool:
+        """Whether a rule sets each layer's pattern by what the dense model computes."""
+        return self.allocation_rule != ALLOCATIONS[0] and self.allocation_file is None
+
+    @property
+    def sets_patterns_later(self) -> bool:
+        """Whether each layer's pattern is chosen once the layers are measured, so that the plan has none."""
+        return False
 
     @property
     def reads_text(self) -> bool:
@@ -157,21 +173,15 @@ class Recipe(RunRecipe, RecipeFields):
         return self
 
     @model_validator(mode="after")
-    def _check_values(self) -> Recipe:
-        if self.values is None and self.group_size is not None:
-            raise InvalidSetting("`group_size` goes with `values`. Pass `values` too, or leave it out.")
-        return self
-
-    @model_validator(mode="after")
     def _check_inputs(self) -> Recipe:
-        if self.allocation_rule in RULES[1:] and not isinstance(self.pattern, Unstructured):
+        if self.allocates and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
                 f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
                 "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
             )
         if self.reads_text and self.calibration is None:
             subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
-            subject = subject if self.bits is None else "A run with `bits`"
+            subject = subject if self.sparsity is not None else f"A run with `{self.allocation_rule}`"
             raise InvalidSetting(f"{subject} {NEEDS_TEXT}")
         return self
 
@@ -182,32 +192,32 @@ class Recipe(RunRecipe, RecipeFields):
     @field_validator("allocation")
     @classmethod
     def _is_rule(cls, value: str | None) -> str | None:
-        if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
-            raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or pass a .yaml file.")
+        known = [*ALLOCATIONS, *(name for name in names_of("allocations") if name not in cls.in_place_of_sparsity)]
+        if value is not None and value not in known and not value.endswith((".yaml", ".yml")):
+            raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, known)} Or pass a .yaml file.")
         return value
 
     @property
     def pattern(self) -> Pattern:
-        """`sparsity` as a pattern; with `bits`, which set each layer's later, one that removes nothing."""
+        """`sparsity` as a pattern; without one, where each layer's is set later, one that removes nothing."""
         return Unstructured(0) if self.sparsity is None else parse_pattern(self.sparsity)
 
     @property
-    def size_label(self) -> str:
-        """`sparsity`, or `bits` as "3 bits a weight"."""
-        return f"{self.bits:g} bits a weight" if self.sparsity is None else self.sparsity
-
-    @property
-    def rounds(self) -> bool:
-        """Whether kept weights are rounded to integers."""
-        return self.values is not None or self.bits is not None
+    def label(self) -> str:
+        """`sparsity`, or what is asked for in its place, as "3 bits a weight"."""
+        return self.size_label() if self.sparsity is None else self.sparsity
 
     @property
     def allocation_rule(self) -> str:
-        if self.bits is not None:
-            return RULES[-1]
+        if (setting := next((name for name in self.in_place_of_sparsity if getattr(self, name) is not None), None)) is not None:
+            return setting
         is_removing = isinstance(self.pattern, Unstructured) and self.pattern.sparsity > 0
         nonuniform = self.method == "sparsellm" and not self.as_published and is_removing
         return self.allocation or ("fisher" if nonuniform else "uniform")
+
+    @property
+    def sets_patterns_later(self) -> bool:
+        return self.sparsity is None
 
     @property
     def inner_solver(self) -> SolverName:
@@ -221,7 +231,7 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def reads_text(self) -> bool:
-        return self.method != "magnitude" or self.allocation_rule in RULES[1:]
+        return self.method != "magnitude" or self.allocates
 
     @property
     def steps_after(self) -> tuple[str, ...]:
@@ -234,9 +244,8 @@ class Recipe(RunRecipe, RecipeFields):
             detail = f" ({self.inner_solver} inside, scope: {self.resolved_scope})"
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
-        values = f", values {self.values}" if self.values else ""
-        size = self.size_label if self.sparsity is None else self.pattern.describe(predicate)
-        return f"{self.method}{detail}, {size}{values}"
+        size = self.size_label() if self.sparsity is None else self.pattern.describe(predicate)
+        return f"{self.method}{detail}, {size}{self.describe_more()}"
 
     def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
         zeros = totals.before_and_after

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -20,13 +20,18 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
-from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.integers import MASK_WORD, IntegerName
+from sparsellm.errors import InvalidSetting, first_line
+from sparsellm.extension import PROBLEMS, installed
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
+
+if TYPE_CHECKING:
+    from sparsellm.methods import AfterSolve
+    from sparsellm.solvers.patterns import Pattern
 
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
@@ -50,9 +55,6 @@ SCOPES = ("none", "feedforward")
 
 ALLOCATIONS = ("uniform", "owl", "fisher")
 """Rules that set each layer's sparsity; a YAML file may be used instead."""
-
-RULES = (*ALLOCATIONS, "bits")
-"""These, and the rule of a recipe with `bits`."""
 
 Trait = Literal["path", "measured", "machine", "memory", "sparsellm", "default", "published"]
 """The kind of a field: a file's name ("path"), something to measure, which changes no weights ("measured"), a matter of the
@@ -117,7 +119,7 @@ HELP_PANELS = ("Options", "Layers", "Machine", "Method", "Data", "Evaluation", "
 """Panels of the help, in its order. A function for each makes a field whose option the panel lists."""
 
 option = partial(_field, "Options")
-_layers = partial(_field, "Layers")
+layers_option = partial(_field, "Layers")
 _machine = partial(_field, "Machine")
 method_option = partial(_field, "Method", essential=False)
 _data = partial(_field, "Data", essential=False)
@@ -125,10 +127,13 @@ _evaluation = partial(_field, "Evaluation", essential=False)
 _model = partial(_field, "Model", essential=False)
 
 
+CONFIG = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
 class RunFields(BaseModel):
     """The fields that `prune` and `recover` share."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = CONFIG
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         """The fields that `repr` and `str` show: none at their defaults, of which a recipe has some forty."""
@@ -206,12 +211,43 @@ class RunFields(BaseModel):
         return value
 
 
-class RecipeFields(RunFields):
-    """The fields of `sparsellm.pipeline.recipe.Recipe`, which checks that they agree."""
+class FurtherFields(BaseModel):
+    """Base of fields that an extension adds to recipes of `prune`, whose object has the other fields too.
+
+    A method or property that overrides one of these joins its result with that of `super()`.
+    """
+
+    model_config = CONFIG
+
+    in_place_of_sparsity: ClassVar[tuple[str, ...]] = ()
+    """Fields that set what `sparsity` and `allocation` would. Each has the name of the allocation rule that it stands for."""
+
+    @property
+    def projecting(self) -> str:
+        """The field by which weights are projected once they are solved, as rounding does; empty if none is."""
+        return ""
+
+    def size_label(self) -> str:
+        """What one of `in_place_of_sparsity` asks for, in a few words; empty without it."""
+        return ""
+
+    def describe_more(self) -> str:
+        """The end of the description of a run, after a comma; may be empty."""
+        return ""
+
+    def after_solve(self, pattern: Pattern) -> AfterSolve | None:
+        """What is done to each solved weight. pattern: that of the recipe."""
+        return None
+
+    def check_source(self, source: Any) -> None:
+        """Raise InvalidSetting for a model, a `Checkpoint` or `InMemoryModel`, that the fields are not for."""
+
+
+class PruneFields(RunFields, FurtherFields):
+    """The fields of `sparsellm.pipeline.recipe.Recipe`, which checks that they agree, without those of extensions."""
 
     method: MethodName = option("sparsellm", "Pruning method.")
     sparsity: str | None = option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
-    bits: float | None = option(None, "Bits a weight, all counted, in place of sparsity.", gt=0, allow_inf_nan=False)
     as_published: bool = method_option(
         False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.", traits=("sparsellm",)
     )
@@ -239,25 +275,16 @@ class RecipeFields(RunFields):
         "set by effort",
         traits=("sparsellm",),
     )
-    allocation: str | None = _layers(
+    allocation: str | None = layers_option(
         None,
         "Rule that sets each layer's sparsity: uniform, owl, fisher, or a YAML file.",
         "fisher for the method sparsellm, uniform for others and N:M",
         traits=("path",),
     )
-    blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
-    include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
-    exclude: Names = _layers((), "Do not prune such layers, named as for include.")
-    values: IntegerName | None = option(None, "Round the kept weights to integers.")
-    group_size: int | None = _layers(
-        None,
-        "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",
-        "whole rows for int8, about 128 kept weights for int4 and int3",
-        essential=False,
-        least=0,
-        multiple_of=MASK_WORD,
-    )
-    keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
+    blocks: str = layers_option("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
+    include: Names = layers_option((), "Prune only layers of this name, glob, re:REGEX or type.")
+    exclude: Names = layers_option((), "Do not prune such layers, named as for include.")
+    keep_zeros: bool = layers_option(False, "Keep weights that are zero in the dense model at zero.", essential=False)
     true_sequential: bool = method_option(
         False,
         f"Prune each layer on the outputs of the pruned layers before it in its block ({', '.join(SEQUENTIAL)}).",
@@ -265,18 +292,44 @@ class RecipeFields(RunFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_sparsity_or_bits(cls, fields: Any) -> Any:
-        """Set the default sparsity unless `bits` sets it."""
+    def _has_sparsity(cls, fields: Any) -> Any:
+        """Set the default sparsity unless another field sets what it would."""
         if not isinstance(fields, dict):
             return fields
-        if fields.get("bits") is None:
+        setting = next((name for name in cls.in_place_of_sparsity if fields.get(name) is not None), None)
+        if setting is None:
             return fields | ({"sparsity": "50%"} if fields.get("sparsity") is None else {})
-        for name in ("sparsity", "values", "group_size", "allocation"):
+        for name in ("sparsity", "allocation"):
             if fields.get(name) is not None:
                 raise InvalidSetting(
-                    f"`bits` sets each layer's sparsity and values, so that `{name}` has no place. Leave out one of the two."
+                    f"`{setting}` sets each layer's sparsity, so that `{name}` has no place. Leave out one of the two."
                 )
         return fields
+
+
+def _with_extensions() -> type[PruneFields]:
+    """The fields with those that extensions add; one whose name is taken leaves its extension's out."""
+    brought: list[type[FurtherFields]] = []
+    taken = set(PruneFields.model_fields)
+    for extension in installed():
+        for value in extension.extension.fields.get("prune", ()):
+            try:
+                kind = extension.load(value)
+                if both := taken & kind.model_fields.keys():
+                    raise InvalidSetting(f"{min(both)!r} is a field already")
+            except (InvalidSetting, AttributeError) as error:
+                PROBLEMS.append(f"the fields {value} of the package {extension.package} are left out: {first_line(error)}")
+                continue
+            taken |= kind.model_fields.keys()
+            brought.append(kind)
+    bases: Any = (*brought, PruneFields)
+    return cast("type[PruneFields]", create_model("RecipeFields", __base__=bases, __module__=__name__))
+
+
+if TYPE_CHECKING:
+    RecipeFields = PruneFields
+else:
+    RecipeFields = _with_extensions()
 
 
 def fields_with(kind: type[RunFields], *traits: Trait) -> tuple[str, ...]:

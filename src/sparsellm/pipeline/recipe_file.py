@@ -65,7 +65,7 @@ def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None, 
     several = split_sparsity(merged.get("sparsity", ()))
     recipes = [validated(kind, merged | {"sparsity": sparsity}) for sparsity in several] or [validated(kind, merged)]
     _check_files(recipes[0], settings, config)
-    patterns = [recipe.size_label for recipe in recipes]
+    patterns = [recipe.label for recipe in recipes]
     if repeated := [pattern for pattern in patterns if patterns.count(pattern) > 1]:
         raise InvalidSetting(f"`sparsity` names {repeated[0]} {patterns.count(repeated[0])} times. Name each only once.")
     return recipes
@@ -78,8 +78,11 @@ def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -
         InvalidSetting: As `read_recipe`, and if something else sets the sparsities: `bits` or a file.
         BadCheckpoint: As `read_recipe`.
     """
-    if (bits := _merged(settings, config).get("bits")) is not None:
-        raise InvalidSetting(f"`bits` {bits} sets the sparsity of each layer, but a search looks for it. Leave it out.")
+    merged = _merged(settings, config)
+    if setting := next((name for name in Recipe.in_place_of_sparsity if merged.get(name) is not None), None):
+        raise InvalidSetting(
+            f"`{setting}` {merged[setting]} sets the sparsity of each layer, but a search looks for it. Leave it out."
+        )
     recipe = read_recipe({**settings, "sparsity": "50%"}, config)
     if (rule := recipe.allocation_rule) not in ALLOCATIONS:
         raise InvalidSetting(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from sparsellm.extensions.integers.rounding import IntegerValues
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
@@ -16,7 +15,6 @@ from sparsellm.pipeline.selection import select_blocks
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.sparsegpt import SparseGPT
 
 SOLVERS: dict[str, Callable[[], LayerSolver]] = {
@@ -38,29 +36,22 @@ def method_of(recipe: Recipe, blocks: int) -> BlockMethod:
     solver = given or SOLVERS[recipe.inner_solver if recipe.method == "sparsellm" else recipe.method]()
     if recipe.in_float32 and given is None:
         solver = _in_float32(solver)
-    values = integer_values(recipe)
+    after_solve = recipe.after_solve(recipe.pattern)
     if recipe.method != "sparsellm":
         layerwise = TrueSequential if recipe.true_sequential else LayerWise
-        return layerwise(solver, recipe.keep_zeros, values)
+        return layerwise(solver, recipe.keep_zeros, after_solve)
     if recipe.as_published:
         scope = None if recipe.scope in (None, "feedforward") else select_blocks(recipe.scope, blocks)
         return PublishedSparseLLM(
-            solver, recipe.epochs, recipe.alpha, recipe.beta, scope=scope, keep_zeros=recipe.keep_zeros, after_solve=values
+            solver, recipe.epochs, recipe.alpha, recipe.beta, scope=scope, keep_zeros=recipe.keep_zeros, after_solve=after_solve
         )
     return SparseLLM(
         solver=solver,
         gauss_newton_steps=recipe.gauss_newton_steps,
         scope="none" if recipe.resolved_scope == "none" else "feedforward",
         keep_zeros=recipe.keep_zeros,
-        after_solve=values,
+        after_solve=after_solve,
     )
-
-
-def integer_values(recipe: Recipe) -> IntegerValues | None:
-    """`values` and `group_size` of a recipe as the methods take them; None if it does not round."""
-    if recipe.values is None:
-        return None
-    return IntegerValues(IntegerFormat.parse(recipe.values, recipe.group_size, 1 - recipe.pattern.sparsity))
 
 
 def _in_float32(solver: LayerSolver) -> LayerSolver:

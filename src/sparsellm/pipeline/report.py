@@ -314,7 +314,7 @@ class Report(Summarized):
             text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
             yield f"{text}: use more calibration tokens"
         yield from note_after(self.recipe, self.totals)
-        if isinstance(self.recipe, Recipe) and self.recipe.rounds:
+        if isinstance(self.recipe, Recipe) and self.recipe.projecting:
             return  # kept weights that round to 0 are zeros too
         yield from note_surplus(self.layers)
 

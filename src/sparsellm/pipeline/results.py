@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.errors import InvalidSetting
@@ -52,41 +52,52 @@ class Totals:
         return data | {"sparsity_of_model": self.sparsity_of_model}
 
 
-class Section(Protocol):
-    """A part of a report that an extension brings, under a name of its own in the file."""
+class Section:
+    """Base of a part of a report that an extension brings, under a name of its own in the file."""
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """Read plain data. Raises pydantic's ValidationError, or ValueError, for any other than `to_dict` gives."""
-        ...
+        raise NotImplementedError
 
     def to_dict(self) -> Any:
         """Plain data, ready for JSON."""
-        ...
+        raise NotImplementedError
 
     def describe(self) -> str:
         """The sentences on it for the page of the run; may be empty."""
-        ...
+        return ""
+
+    def compare(self, output: Any, tensors: Any, model: Any, model_tensors: Any) -> tuple[list[str], int] | None:
+        """Compare the output with the model that it was made from, in place of the comparison with the dense model.
+
+        Args:
+            output: The `sparsellm.pipeline.outputs.Output`.
+            tensors: Its `sparsellm.checkpoints.comparison.StoredTensors`.
+            model: The other model, a `Checkpoint` or `InMemoryModel`.
+            model_tensors: Its tensors.
+
+        Returns:
+            A sentence for each difference, and the number of layers that were compared after rounding; None if the output was
+            not made from this model.
+        """
+        return None
 
 
 @dataclass(frozen=True)
-class UnknownSection:
+class UnknownSection(Section):
     """A section of an extension that is not installed or cannot be imported: it is kept as it is."""
 
     data: Any
 
     @classmethod
-    def from_dict(cls, data: Any) -> UnknownSection:
+    def from_dict(cls, data: Any) -> Self:
         """Keep plain data."""
         return cls(data)
 
     def to_dict(self) -> Any:
         """The same."""
         return self.data
-
-    def describe(self) -> str:
-        """Nothing."""
-        return ""
 
 
 def read_sections(data: Mapping[str, Any], own: Collection[str]) -> dict[str, Section]:

@@ -18,6 +18,7 @@ from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import copy_documents, plain_config, read_config_text, with_dtype, write_config
 from sparsellm.checkpoints.headers import file_metadata
 from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.side_files import write_side_files
 from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
@@ -39,12 +40,10 @@ from sparsellm.pipeline.output_folder import (
 from sparsellm.pipeline.output_lock import aside, first_link, locked, not_moved, recover_output, replacing
 from sparsellm.pipeline.outputs import foreign_file
 from sparsellm.pipeline.path_names import PathNames
-from sparsellm.pipeline.quantized_output import save_scales
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.verification import check_written, proven
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.texts.json_files import strict_json
 from sparsellm.texts.paths import local_path
 
@@ -116,7 +115,8 @@ class Result(Summarized):
                 self._save_from_memory(work)
             else:
                 write_checkpoint(self.source, self.model, self.weights, work)
-            self._save_scales(work)
+            if any(block.scales for block in self.report.blocks):
+                self.report.notes += write_side_files(work, self.model, self.report)
             report = _document(work, self.report, self.log)
             check_written(work, self.report, self.dense, model=self.model, in_memory=self.weights is None)
             (work / REPORT).write_text(strict_json(proven(work, report.to_dict())) + "\n", encoding="utf-8")
@@ -129,16 +129,6 @@ class Result(Summarized):
             self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(work)
-
-    def _save_scales(self, work: Path) -> None:
-        """Write the scales of rounded layers."""
-        scales = {name: x for block in self.report.blocks for name, x in block.scales.items()}
-        formats = {x.name: format for x in self.report.layers if (format := IntegerFormat.of(x))}
-        if scales and (left_out := save_scales(work, self.model, scales, formats)):
-            self.report.notes.append(
-                f"{len(left_out)} rounded weights are packed without their integers, {left_out[0]} first: "
-                "they share a tensor with other weights, or are stored in pieces"
-            )
 
 
 def _document(work: Path, report: Report, log: EventLog | None) -> Report:

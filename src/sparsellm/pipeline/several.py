@@ -30,7 +30,7 @@ def output_folders(output: str | Path, recipes: Sequence[RunRecipe]) -> Folders:
     if len(recipes) == 1:
         return {Path(output): recipes[0]}
     return {
-        Path(output) / recipe.size_label.removesuffix("%").replace(":", "-"): recipe
+        Path(output) / recipe.label.removesuffix("%").replace(":", "-"): recipe
         for recipe in recipes
         if isinstance(recipe, Recipe)
     }
@@ -101,7 +101,7 @@ def run_each(
         if finished[number]:
             continue
         if len(folders) > 1:
-            label = recipe.size_label if isinstance(recipe, Recipe) else ""
+            label = recipe.label if isinstance(recipe, Recipe) else ""
             runs.observe(NextRun(number + 1, len(folders), label, alike=not any(finished[number:])))
         report = _run_into(folder, recipe, runs, several=len(folders) > 1, **replace)
     return report
@@ -118,7 +118,7 @@ def _run_into(
     restart: bool,
 ) -> Report:
     """Run a recipe and write its output."""
-    name = f"{folder.parent.name}, {recipe.size_label}" if several and isinstance(recipe, Recipe) else None
+    name = f"{folder.parent.name}, {recipe.label}" if several and isinstance(recipe, Recipe) else None
 
     def check() -> None:  # another command may have finished it since this one checked it
         collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))

@@ -8,16 +8,15 @@ from dataclasses import replace
 from sparsellm.activations.fisher_diagonal import FISHER_TOKENS
 from sparsellm.activations.fisher_diagonal import WINDOWS as FISHER_WINDOWS
 from sparsellm.activations.sensitivity import sampled_tokens
-from sparsellm.allocation.error_curves import CURVE_TOKENS, MEASURED_ROWS
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import BlockShapes, Memory, coupled_parts, planned_layers
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.pipeline.cached_allocation import rule_of
 from sparsellm.pipeline.events import ALLOCATION, MEASURING, SENSITIVITIES
 from sparsellm.pipeline.loading import Placement
 from sparsellm.pipeline.preparation import Prepared, PreparedPruning
-from sparsellm.pipeline.recipe_fields import RULES
-from sparsellm.solvers.fast_admm import FastADMM
+from sparsellm.pipeline.recipe import Recipe
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.texts.padding import count_tokens
 
@@ -64,13 +63,8 @@ def pruning_memory(ready: PreparedPruning, placement: Placement, batch: int) -> 
     model = model_bytes(placement, shapes)
     if ready.method.needs_fisher:
         yield SENSITIVITIES, sensitivities_memory(shapes, model)
-    if recipe.allocation_rule == "fisher":
-        yield f"{ALLOCATION} (fisher)", _removal_memory(shapes, model)
-    elif recipe.allocation_rule == RULES[-1]:
-        yield f"{ALLOCATION} (bits)", _errors_memory(shapes, model)
-    elif recipe.allocation_rule in RULES[1:]:
-        peak = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
-        yield f"{ALLOCATION} ({recipe.allocation_rule})", Memory(peak, [shapes.stream])
+    if recipe.allocates:
+        yield f"{ALLOCATION} ({recipe.allocation_rule})", _allocation_memory(recipe, shapes, model)
     block = getattr(ready.method, "block_memory", LayerWise(SparseGPT()).block_memory)  # of an unknown method
     yield ready.recipe.stage, blocks_memory(ready, placement, shapes, model=model, block=block)
     if ready.tests:
@@ -102,18 +96,20 @@ def sensitivities_memory(shapes: BlockShapes, model: float) -> Memory:
     return _gradient_memory(shapes, model, min(shapes.tokens, sampled_tokens(shapes.width)), batch=shapes.batch)
 
 
-def _removal_memory(shapes: BlockShapes, model: float) -> Memory:
+def removal_memory(shapes: BlockShapes, model: float) -> Memory:
     """The gradients of single tokens, by which `fisher` weighs the removal of each weight."""
     tokens = min(shapes.tokens, max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length))
     return _gradient_memory(shapes, model, tokens, batch=shapes.length)
 
 
-def _errors_memory(shapes: BlockShapes, model: float) -> Memory:
-    """The gradients of `fisher`, then a pass with a Gram matrix for each group of layers, and solves of a few rows of each."""
-    gradients = _removal_memory(shapes, model)
-    rows = [(min(out, MEASURED_ROWS), into) for out, into in shapes.layers]
-    block = LayerWise(FastADMM()).block_memory(replace(shapes, layers=rows, tokens=min(shapes.tokens, CURVE_TOKENS)))
-    return Memory(max(gradients.peak, model + block.peak), max(gradients.lists, block.lists, key=sum))
+def _allocation_memory(recipe: Recipe, shapes: BlockShapes, model: float) -> Memory:
+    """The memory of the allocation rule."""
+    if rule := rule_of(recipe):
+        return rule.memory(shapes, model)
+    if recipe.allocation_rule == "fisher":
+        return removal_memory(shapes, model)
+    peak = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
+    return Memory(peak, [shapes.stream])
 
 
 def measuring_memory(ready: Prepared, placement: Placement, shapes: BlockShapes, *, model: float) -> Memory:

@@ -18,6 +18,7 @@ from sparsellm.checkpoints.comparison import StoredTensors, bit_identical, compa
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import read_headers, stored_weights
 from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.side_files import formats_of
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import (
     TensorDigest,
@@ -31,14 +32,12 @@ from sparsellm.checkpoints.tensor_index import (
 )
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.extensions.integers.exported import export_differences, is_exported_from
 from sparsellm.methods import LayerResult, Plan
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import CARD, REPORT
 from sparsellm.pipeline.outputs import Output, read_finished
-from sparsellm.pipeline.quantization_file import quantized_tensors
 from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.report_differences import raise_if_any, shape_difference, tensor_differences
 from sparsellm.solvers.linalg import count_zeros
@@ -144,10 +143,13 @@ def verify(
     if dense is not None:
         dense_tensors = StoredTensors(dense.folder, dense.skeleton(), dense.model)
     written = StoredTensors(folder, model)
-    if dense is not None and dense_tensors is not None and is_exported_from(finished, dense.folder, written):
-        differences, rounded = export_differences(written, dense_tensors, dense.name)
-        raise_if_any(output, differences)
-        dense_tensors = None
+    if dense is not None and dense_tensors is not None:
+        for section in report.sections.values():
+            if (compared := section.compare(finished, written, dense, dense_tensors)) is not None:
+                differences, rounded = compared
+                raise_if_any(output, differences)
+                dense_tensors = None
+                break
     differences, converted = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
     if converted and not report.dtype_changed:
         differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
@@ -289,7 +291,7 @@ def _are_stored_as_reported(folder: Path, layers: Mapping[str, LayerResult]) -> 
     keys = {f"{name}.weight": layer for name, layer in layers.items()}
     if not keys.keys() <= stored.keys():
         return False
-    rounded = quantized_tensors(stored)
+    rounded = formats_of(stored)
     return not any(_layer_difference(read_stored(stored[key]), layer, rounded=key in rounded) for key, layer in keys.items())
 
 
@@ -308,7 +310,7 @@ def _layer_differences(
     """
     differences: list[str] = []
     converted: list[str] = []
-    rounded = quantized_tensors(tensors.files)
+    rounded = formats_of(tensors.files)
     skipped, missing = changed | rounded.keys(), dict(layers)
     for key, pairs in layers_by_parameter(model, layers).items():
         pruned = [full_name for block, name in pairs if (full_name := block.full_name(name)) in layers]

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, pack_bits
-from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
-from sparsellm.solvers.quantization import Quantized
 from tests.pairwise import pairwise
 
 BITS = (8, 4, 3)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.linear import DenseLinear, PackedLinear
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Quantized
 
 ROWS, COLUMNS = 5, 70
 FORMS = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 3)

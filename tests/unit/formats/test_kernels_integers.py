@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.formats import kernels
 from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_negative_zeros
-from sparsellm.solvers.quantization import Quantized
 from tests.unit.formats.test_kernels import DTYPES, SETS, before_guard_page, compiled, random_tokens, slow_product
 
 FORMATS = ((8, 0), (8, 64), (4, 0), (4, 128), (3, 192))

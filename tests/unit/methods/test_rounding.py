@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.rounding import IntegerValues
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.scores import Magnitude
 
 

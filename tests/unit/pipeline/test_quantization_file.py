@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import save_file
 
 from sparsellm.errors import BadCheckpoint
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Scales
+from sparsellm.extensions.integers.scales_file import read_scales, write_scales
 from sparsellm.pipeline.output_folder import SCALES_FILE
-from sparsellm.pipeline.quantization_file import read_scales, write_scales
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Scales
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.integers.formats import BITS_OF, GROUP_SIZES, WIDTHS, IntegerFormat
+from sparsellm.extensions.integers.quantization import Scales, round_to_nearest
 from sparsellm.formats.bitmask import Bitmask
 from sparsellm.formats.encoding import encode
-from sparsellm.solvers.integers import BITS_OF, GROUP_SIZES, WIDTHS, IntegerFormat
-from sparsellm.solvers.quantization import Scales, packed_bits, round_to_nearest
 
 
 def sparse(rows: int, columns: int, density: float) -> Tensor:
@@ -54,7 +54,7 @@ def test_bits_of_a_weight_are_those_that_it_takes(bits: int, density: float) -> 
         quantized = round_to_nearest(weight, IntegerFormat(bits, 64), mask=weight != 0)
         parts = encode(Bitmask.from_quantized(quantized, quantized.integers != 0))
         stored = 8 * sum(part.numel() for part in parts.values())
-        assert packed_bits(quantized.to_dense(), quantized.format) * weight.numel() == pytest.approx(stored, abs=1e-6)
+        assert quantized.format.packed_bits(quantized.to_dense()) * weight.numel() == pytest.approx(stored, abs=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (4, 1), (4, 3)], ids=str)

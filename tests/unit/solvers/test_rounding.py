@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import CLIPS, DAMPING, gptq, round_compensated, round_to_nearest
 from sparsellm.solvers.linalg import add_diagonal, count_negative_zeros
-from sparsellm.solvers.quantization import CLIPS, DAMPING, gptq, round_compensated, round_to_nearest
 
 RANGES = {
     (8, False): (-127, 127),

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from sparsellm.errors import BadCheckpoint, NonFinite
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized, Scales, expand_groups, round_to_nearest
 from sparsellm.extensions.recover.training.distillation import adam_for
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.recover.training.memory import trained_bytes
@@ -22,8 +24,6 @@ from sparsellm.extensions.recover.training.quantized_training import (
     store_scales,
 )
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Quantized, Scales, expand_groups, round_to_nearest
 from tests.meter import Meter
 from tests.training import pruned_model
 

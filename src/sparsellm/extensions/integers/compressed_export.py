@@ -19,17 +19,17 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.extensions.integers.exported import MAX_EXPORTED_GROUP, export_format
+from sparsellm.extensions.integers.exported import EXPORT_SECTION, MAX_EXPORTED_GROUP, ExportSection, export_format
+from sparsellm.extensions.integers.formats import BITS_OF, IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized, Scales, dequantized, expand_groups, round_to_nearest
+from sparsellm.extensions.integers.scales_file import check_unrounded, exact_integers, read_scales
 from sparsellm.extensions.packed.conversion import Observe, converted, finish
 from sparsellm.extensions.packed.documents import Source, copy_files, read_checked
 from sparsellm.extensions.packed.packed_files import FileWriter
 from sparsellm.extensions.quantized.schemes import pack_integers, unpack_integers
 from sparsellm.pipeline.output_folder import CARD, SCALES_FILE
-from sparsellm.pipeline.quantization_file import check_unrounded, exact_integers, read_scales
 from sparsellm.pipeline.saving import claimed
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.integers import BITS_OF, IntegerFormat
-from sparsellm.solvers.quantization import Quantized, Scales, dequantized, expand_groups, round_to_nearest
 
 NOTE = """The weights of the pruned layers are integers of a few bits with a scale for each group of columns, in the format of
 compressed-tensors. Removed weights are stored as integers that are 0: they save no bytes.
@@ -146,6 +146,7 @@ def export(
             if (source.folder / CARD).is_file():
                 _write_card(work / CARD, (source.folder / CARD).read_text(encoding="utf-8"))
             unchanged = {key: digest.to_dict() for key, digest in digests.items() if key not in layers}
+            report = {**report, EXPORT_SECTION: ExportSection("compressed-tensors").to_dict()}
             finish(work, report, unchanged, difference="differs from the model's. Check memory and disk.")
     before, after = (sum(x.stat().st_size for x in files) for files in (source.files, [path / x for x in source.targets()]))
     return Exported(str(output), len(layers), before, after, zeros, tuple(dict.fromkeys(schemes.values())))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from sparsellm.checkpoints.comparison import StoredTensors, compare
 from sparsellm.checkpoints.headers import found_weights
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.checkpoints.side_files import formats_of
 from sparsellm.checkpoints.tensor_index import locations_of
+from sparsellm.extensions.integers.formats import IntegerFormat, integer_name
+from sparsellm.extensions.integers.quantization import round_to_nearest
 from sparsellm.pipeline.output_folder import REPORT
 from sparsellm.pipeline.outputs import Output, read_output
-from sparsellm.pipeline.quantization_file import quantized_tensors
-from sparsellm.solvers.integers import IntegerFormat, integer_name
-from sparsellm.solvers.quantization import round_to_nearest
+from sparsellm.pipeline.results import Section
 
 MAX_EXPORTED_GROUP = 128
 """Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""
@@ -36,16 +40,35 @@ def exported_weights(tensors: StoredTensors) -> dict[str, IntegerFormat]:
     return found
 
 
-def is_exported_from(output: Output, folder: Path | None, tensors: StoredTensors) -> bool:
-    """Whether an output is an export, and a folder holds the model that it was made from and not the dense model.
+@dataclass(frozen=True)
+class ExportSection(Section):
+    """The section of an export, in the report that it has from the model that it was made from.
 
-    A model without a report was pruned by other software, and so its export lists no layers.
+    Attributes:
+        form: The `quant_method` of its config.json.
     """
-    if not exported_weights(tensors):
-        return False
-    if folder is None or not (folder / REPORT).is_file():
-        return not output.report.layers
-    return output.repeats(read_output(folder))
+
+    form: str
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ExportSection:
+        return TypeAdapter(cls).validate_python(data)
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+    def compare(
+        self, output: Output, tensors: StoredTensors, model: Checkpoint | InMemoryModel, model_tensors: StoredTensors
+    ) -> tuple[list[str], int] | None:
+        """Compare an export with its model. That of a model without a report, pruned by other software, lists no layers."""
+        folder = model.folder
+        has_report = folder is not None and (folder / REPORT).is_file()
+        is_source = output.repeats(read_output(folder)) if folder and has_report else not output.report.layers
+        return export_differences(tensors, model_tensors, model.name) if is_source else None
+
+
+EXPORT_SECTION = "export"
+"""Name of the section."""
 
 
 def export_differences(tensors: StoredTensors, model: StoredTensors, name: str) -> tuple[list[str], int]:
@@ -53,7 +76,7 @@ def export_differences(tensors: StoredTensors, model: StoredTensors, name: str) 
 
     Integers and scales of the model are compared as they are; any other weight after it is rounded as `export` does.
     """
-    formats, exact, differences = exported_weights(tensors), quantized_tensors(model.files), []
+    formats, exact, differences = exported_weights(tensors), formats_of(model.files), []
     names = {model.one_name(key): key for key in model.files}
     for key, format in formats.items():
         there = names.get(tensors.one_name(key))

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized, round_compensated, round_to_nearest
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import Quantized, format_fields, round_compensated, round_to_nearest
 from sparsellm.solvers.statistics import Gram, InputRMS
 
 
@@ -38,8 +38,8 @@ class IntegerValues:
         return self.format or self.by_layer[full_name]
 
     def fields_of(self, full_name: str, weight: Tensor) -> dict[str, Any]:
-        """The entries on its format in the result of a rounded layer, as `format_fields`."""
-        return format_fields(weight, self.of(full_name))
+        """The entries on its format in the result of a rounded layer, as `IntegerFormat.fields_of`."""
+        return self.of(full_name).fields_of(weight)
 
     def project(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
         """Round a layer's final weight, (out, in), keep its scales in the block, and return the rounded weight, float32."""

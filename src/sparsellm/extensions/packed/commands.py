@@ -14,7 +14,7 @@ from rich.console import Console
 from sparsellm.cli import options
 from sparsellm.cli.console import displayed, print_json, print_line, report_errors, stderr, stdout
 from sparsellm.cli.run_options import RunOptions
-from sparsellm.solvers.integers import BITS_OF
+from sparsellm.extensions.integers.formats import BITS_OF
 
 if TYPE_CHECKING:
     from sparsellm.extensions.packed.sizes import Packed

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint, dtype_name
+from sparsellm.extensions.integers.formats import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
 from sparsellm.formats.parts import PARTS
-from sparsellm.solvers.integers import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
 from sparsellm.texts.json_files import build_mapping, first_fault
 
 PACKED_METHOD = "sparsellm"

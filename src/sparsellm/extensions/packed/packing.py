@@ -17,6 +17,16 @@ from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized, Scales, round_to_nearest
+from sparsellm.extensions.integers.scales_file import (
+    check_unrounded,
+    exact_integers,
+    read_scales,
+    stamp,
+    stored_scales,
+    write_scales,
+)
 from sparsellm.extensions.packed.card import dense_card, packed_card
 from sparsellm.extensions.packed.conversion import Observe, converted, finish
 from sparsellm.extensions.packed.documents import Source, copy_files, matrix_sizes, read_checked, report_of
@@ -35,20 +45,10 @@ from sparsellm.formats.packed_tensors import SPARSE, encode_tensor, estimated_by
 from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import CARD, is_finished
 from sparsellm.pipeline.outputs import read_output
-from sparsellm.pipeline.quantization_file import (
-    check_unrounded,
-    exact_integers,
-    read_scales,
-    stamp,
-    stored_scales,
-    write_scales,
-)
 from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.report_differences import shape_difference
 from sparsellm.pipeline.saving import check_output, claimed
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Quantized, Scales, round_to_nearest
 from sparsellm.texts.paths import local_path
 
 PACKABLE = ("float32", "float16", "bfloat16")
@@ -273,7 +273,7 @@ def packed_outputs(outputs: Mapping[Path, RunRecipe], *, resume: bool, overwrite
     """
     targets = {}
     for output, recipe in outputs.items():
-        if isinstance(recipe, Recipe) and recipe.bits is None and recipe.pattern.sparsity < PAYS:
+        if isinstance(recipe, Recipe) and recipe.sparsity is not None and recipe.pattern.sparsity < PAYS:
             limit = f"packing is for {100 * PAYS:.0f} % and more"
             raise InvalidSetting(f"`sparsity` {recipe.sparsity} is too little to pack: {limit}. Leave out `pack`.")
         target = output.with_name(f"{output.name}-packed")

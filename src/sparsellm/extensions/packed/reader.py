@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.readers import FoundWeights, TensorHeader, quantization_settings
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.packed.packed_files import (
     PACKED_VERSION,
     PackedEntry,
@@ -21,7 +22,6 @@ from sparsellm.extensions.packed.packed_files import (
     sha256_of,
 )
 from sparsellm.formats.packed_tensors import decode_matrix, dense_tensor
-from sparsellm.solvers.integers import IntegerFormat
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from pydantic import TypeAdapter
 
 from sparsellm.errors import printable
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.extensions.integers.formats import integer_name
 from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.results import Section
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.integers import integer_name
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class MatrixSize:
 
 
 @dataclass(frozen=True, repr=False)
-class Packed(Summarized):
+class Packed(Summarized, Section):
     """A packed model and its sizes.
 
     Attributes:

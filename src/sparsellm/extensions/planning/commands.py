@@ -26,7 +26,6 @@ from sparsellm.cli.console import (
 )
 from sparsellm.errors import plural
 from sparsellm.extensions.recover.recipe_fields import RecoveryFields
-from sparsellm.pipeline.recipe_fields import RULES
 
 if TYPE_CHECKING:
     from sparsellm.extensions.planning.run_plan import RunPlan
@@ -101,9 +100,10 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
             for x in plan.each_layer
         ]
         show(console, text_table(["layer", "shape", "pattern"], each))
-        if (rule := plan.recipe.allocation_rule) == RULES[-1]:
-            print_line(console, "Each layer's sparsity and the bits of its values are chosen once its errors are measured.")
-        elif rule in RULES[1:]:
+        rule = plan.recipe.allocation_rule
+        if plan.recipe.sets_patterns_later:
+            print_line(console, f"The allocation rule {rule} chooses each layer's pattern once the layers are measured.")
+        elif plan.recipe.allocates:
             print_line(console, f"The allocation rule {rule} changes each layer's sparsity and keeps that of all together.")
     placement, peak = plan.placement, plan.peak
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
@@ -133,9 +133,9 @@ def _layers(plan: RunPlan) -> str:
     groups: dict[tuple[str, tuple[int, int]], Counter[str]] = defaultdict(Counter)
     for (pattern, shape), count in plan.layers.items():
         groups["%" if pattern.endswith("%") else pattern, shape][pattern] += count
-    chosen = plan.recipe.allocation_rule != RULES[-1]  # that rule chooses the patterns once it has measured the layers
     return ", ".join(
-        f"{found.total()} of {out} x {into}" + (f" at {_pattern_range(list(found))}" if chosen else "")
+        f"{found.total()} of {out} x {into}"
+        + (f" at {_pattern_range(list(found))}" if not plan.recipe.sets_patterns_later else "")
         for (_, (out, into)), found in groups.items()
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.readers import FoundWeights, TensorHeader, quantization_settings
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, plural
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.quantized.schemes import (
     AWQ,
     FLOAT8,
@@ -26,7 +27,6 @@ from sparsellm.extensions.quantized.schemes import (
     Scheme,
 )
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import all_finite
 
 READ = "FP8 (fp8, fbgemm_fp8), MXFP4, compressed-tensors, bitsandbytes of 4 bits, GPTQ and AWQ"

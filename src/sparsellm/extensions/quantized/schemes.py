@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.integers import IntegerFormat
+from sparsellm.extensions.integers.formats import IntegerFormat
 
 WORD_BITS = 32
 """Bits of the integers that several numbers are packed into."""

@@ -17,6 +17,8 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed, dtype_name
+from sparsellm.extensions.integers.layer_scales import layer_scales
+from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.training.block_training import refine_block
 from sparsellm.extensions.recover.training.distillation import RATES
@@ -31,14 +33,12 @@ from sparsellm.pipeline.journal import Journal
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.pipeline.outputs import Output, read_finished
 from sparsellm.pipeline.path_names import PathNames
-from sparsellm.pipeline.quantized_output import layer_scales
 from sparsellm.pipeline.recipe_file import validated
 from sparsellm.pipeline.report import PrunedReport
 from sparsellm.pipeline.selection import layer_names, matching, unmatched
 from sparsellm.pipeline.verification import verify
 from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.linalg import count_zeros
-from sparsellm.solvers.quantization import Scales, format_fields
 from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 if TYPE_CHECKING:
@@ -129,9 +129,13 @@ class BlockRecovery:
             yield _with_format(layer, block.layer(names[layer.name]).weight, scales.get(layer.name))
 
 
+NO_FORMAT = dict.fromkeys(("bits", "group_size", "bits_per_weight"))
+"""Entries of a result on a layer whose numbers have no format."""
+
+
 def _with_format(layer: LayerResult, weight: Tensor, scales: Scales | None) -> LayerResult:
     """A layer's result with the zeros that its weight has now, and the integers that its scales belong to."""
-    return replace(layer, zeros=count_zeros(weight), **format_fields(weight, None if scales is None else scales.format))
+    return replace(layer, zeros=count_zeros(weight), **(scales.format.fields_of(weight) if scales else NO_FORMAT))
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:

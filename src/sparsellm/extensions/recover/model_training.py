@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.outcome import why_not_recovered, why_unchanged
 from sparsellm.extensions.recover.recipe import SCOPE_STEPS, RecoveryRecipe
 from sparsellm.extensions.recover.training.distillation import Group, adam_for, distill, group_batches, last_states
@@ -30,9 +32,7 @@ from sparsellm.pipeline.run import Run
 from sparsellm.pipeline.work_directory import TRAINING_STATE
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import check_fits, human_bytes
-from sparsellm.solvers.integers import IntegerFormat
 from sparsellm.solvers.linalg import count_zeros
-from sparsellm.solvers.quantization import Scales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +92,8 @@ class ModelTraining:
     @classmethod
     def of(cls, recipe: RunRecipe) -> ModelTraining:
         """The training of a pruning run."""
-        return cls(SCOPE_STEPS["model"], rounded=isinstance(recipe, Recipe) and recipe.rounds, batch_size=recipe.batch_size)
+        rounded = isinstance(recipe, Recipe) and recipe.projecting != ""
+        return cls(SCOPE_STEPS["model"], rounded=rounded, batch_size=recipe.batch_size)
 
     @classmethod
     def of_recovery(cls, recipe: RecoveryRecipe, method: BlockRecovery) -> ModelTraining:

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from sparsellm.evaluation.differences import Difference
 from sparsellm.pipeline.report import Report
+from sparsellm.pipeline.results import Section
 from sparsellm.solvers.patterns import Unstructured
 
 
@@ -55,7 +56,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(Section):
     """The target of a search, in words, and the sparsities that it tried."""
 
     target: str
@@ -75,10 +76,6 @@ class SearchResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         return asdict(self)
-
-    def describe(self) -> str:
-        """Nothing: its points are a plot of the page."""
-        return ""
 
 
 SEARCH = "search"

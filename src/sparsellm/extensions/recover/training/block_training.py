@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.walk import Activations
+from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam, TrainingStore
 from sparsellm.extensions.recover.training.quantized_training import rounded_layers, store_scales
 from sparsellm.methods import TrainingResult
@@ -16,7 +17,6 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import compute_dtype_context, require_grad_only
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import eigh
-from sparsellm.solvers.quantization import Scales
 from sparsellm.texts.padding import windows_a_step
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam, Pieces, TrainingStore
 from sparsellm.extensions.recover.training.quantized_training import RoundedLayer, rounded_layers, store_scales
 from sparsellm.extensions.recover.training.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
@@ -29,7 +30,6 @@ from sparsellm.models.contexts import (
 from sparsellm.models.output_head import kl_of_logits, logits_of_states, outside_parameters, states_entering_head
 from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
-from sparsellm.solvers.quantization import Scales
 from sparsellm.texts.padding import unpadded_batches
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sparsellm.errors import BadCheckpoint, NonFinite
+from sparsellm.extensions.integers.quantization import Quantized, Scales, expand_groups
 from sparsellm.extensions.recover.training.trained_weights import TRAINING_WIDTH, MaskedParameters
 from sparsellm.models.blocks import Block
-from sparsellm.solvers.quantization import Quantized, Scales, expand_groups
 
 LEAST_SCALE = 1 / 16
 """Smallest fraction of its first value that a scale may fall to: it keeps its sign, and integers stay readable."""

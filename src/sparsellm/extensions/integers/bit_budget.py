@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsellm.allocation.error_curves import DENSITIES, ErrorCurve
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.integers.error_curves import DENSITIES, ErrorCurve
+from sparsellm.extensions.integers.formats import WIDTHS, IntegerFormat
 from sparsellm.methods import LayerResult, Plan
 from sparsellm.models.blocks import Block
-from sparsellm.solvers.integers import WIDTHS, IntegerFormat
 from sparsellm.solvers.patterns import Unstructured
 
 FINE = np.concatenate([np.geomspace(DENSITIES[0], 0.99, 200), [1.0]])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from sparsellm.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IntegerName = Literal["int8", "int4", "int3"]
 """Names of the widths of an integer that can be stored, as in recipes and on the command line."""
@@ -119,6 +122,22 @@ class IntegerFormat:
         size = shape[0] * shape[1]
         integers = min(self._integer_bytes(size), self._integer_bytes(kept) + mask_bytes(size, used))
         return 8 * integers + shape[0] * self.groups(shape[1]) * SCALE_BITS
+
+    def packed_bits(self, weight: Tensor) -> float:
+        """Bits that a number of a rounded weight, (out, in), takes in a packed file: integers, mask and scales."""
+        from torch.nn.functional import pad  # the command line reads names of formats, and does without torch
+
+        from sparsellm.runtime import devices
+
+        keep = weight.flatten() != 0
+        fours = pad(keep, (0, -len(keep) % 8)).view(-1, 4).any(1)
+        kept, used = (int(x) for x in devices.to_python([keep.count_nonzero(), fours.count_nonzero()]))
+        shape = weight.shape[0], weight.shape[1]
+        return self.stored_bits(shape, kept=kept, used=used) / len(keep)
+
+    def fields_of(self, weight: Tensor) -> dict[str, Any]:
+        """The entries of a result on the format of a rounded weight, (out, in)."""
+        return {**vars(self), "bits_per_weight": self.packed_bits(weight)}
 
     def _integer_bytes(self, count: int) -> int:
         """Bytes of so many integers: those of 3 bits are planes of single bits."""

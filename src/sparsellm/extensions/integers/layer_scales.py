@@ -11,16 +11,39 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import StoredTensors, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorLocation
+from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.quantization import Scales
+from sparsellm.extensions.integers.scales_file import read_scales, write_scales
 from sparsellm.models.blocks import Block
-from sparsellm.pipeline.quantization_file import read_scales, write_scales
-from sparsellm.solvers.integers import IntegerFormat
-from sparsellm.solvers.quantization import Scales
+from sparsellm.pipeline.report import Report
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def save_scales(
+class ScalesFile:
+    """The side file of scales."""
+
+    @staticmethod
+    def write(folder: Path, model: PreTrainedModel, report: Report) -> str:
+        """Write it, and note weights that share a tensor with others, or are stored in pieces; `pack` rounds them no more."""
+        scales = {name: x for block in report.blocks for name, x in block.scales.items()}
+        formats = {x.name: format for x in report.layers if (format := IntegerFormat.of(x))}
+        left_out = _save_scales(folder, model, scales, formats)
+        if not left_out:
+            return ""
+        return (
+            f"{len(left_out)} rounded weights are packed without their integers, {left_out[0]} first: "
+            "they share a tensor with other weights, or are stored in pieces"
+        )
+
+    @staticmethod
+    def formats(folder: Path) -> dict[str, IntegerFormat]:
+        """The formats of the weights by their stored names."""
+        return {name: x.format for name, x in read_scales(folder).items()}
+
+
+def _save_scales(
     folder: Path, model: PreTrainedModel, scales: Mapping[str, Tensor], formats: Mapping[str, IntegerFormat]
 ) -> list[str]:
     """Write the side file of a checkpoint that was just written.

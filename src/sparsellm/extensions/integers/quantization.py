@@ -7,14 +7,12 @@ negative, so that the one integer without an opposite serves the larger side. Gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.runtime import devices
+from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal, check_pivot, conjugate_gradient_refit, inverse_factor_
 
 CLIPS = tuple(1 - step / 40 for step in range(24))
@@ -75,22 +73,6 @@ class Scales:
         if not torch.equal((integers * factors).to(weight.dtype), weight):
             return None
         return Quantized(integers.to(torch.int8), self.scales, self.format)
-
-
-def packed_bits(weight: Tensor, format: IntegerFormat) -> float:
-    """Bits that a number of a rounded weight, (out, in), takes in a packed file: integers, mask and scales."""
-    keep = weight.flatten() != 0
-    fours = torch.nn.functional.pad(keep, (0, -len(keep) % 8)).view(-1, 4).any(1)
-    kept, used = (int(x) for x in devices.to_python([keep.count_nonzero(), fours.count_nonzero()]))
-    shape = weight.shape[0], weight.shape[1]
-    return format.stored_bits(shape, kept=kept, used=used) / len(keep)
-
-
-def format_fields(weight: Tensor, format: IntegerFormat | None) -> dict[str, Any]:
-    """The entries of a result on the format of a weight, (out, in), with `bits_per_weight`; all None without a format."""
-    if format is None:
-        return dict.fromkeys(("bits", "group_size", "bits_per_weight"))
-    return {**vars(format), "bits_per_weight": packed_bits(weight, format)}
 
 
 def expand_groups(values: Tensor, group_size: int, columns: int) -> Tensor:

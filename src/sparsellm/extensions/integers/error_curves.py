@@ -18,17 +18,17 @@ from torch import Tensor
 from sparsellm.activations.backward import first_windows
 from sparsellm.activations.fisher_diagonal import FisherFactors
 from sparsellm.activations.walk import walk
+from sparsellm.extensions.integers.formats import WIDTHS, IntegerFormat
+from sparsellm.extensions.integers.quantization import DAMPING, gptq, round_to_nearest
 from sparsellm.methods import Plan, assign_owners, planned_layers
 from sparsellm.methods.layerwise import collect_statistics, solve
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.fast_admm import FastADMM
-from sparsellm.solvers.integers import WIDTHS, IntegerFormat
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import DAMPING, gptq, round_to_nearest
 from sparsellm.solvers.statistics import Gram, TokenCount
 
 if TYPE_CHECKING:

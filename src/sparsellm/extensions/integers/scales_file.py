@@ -14,15 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import locate_all, stored_weights
-from sparsellm.checkpoints.tensor_index import Stored, TensorLocation, locations_of, read_stored
+from sparsellm.checkpoints.headers import locate_all
+from sparsellm.checkpoints.tensor_index import TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
+from sparsellm.extensions.integers.quantization import Quantized, Scales
 from sparsellm.extensions.packed.packed_files import packed_entries, parts_of
 from sparsellm.formats.integer_encoding import decode_scales
 from sparsellm.pipeline.output_folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
-from sparsellm.solvers.integers import MASK_WORD, IntegerFormat
-from sparsellm.solvers.quantization import Quantized, Scales
 from sparsellm.texts.json_files import durable, first_fault
 
 _METADATA = "sparsellm"
@@ -110,25 +110,6 @@ def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
             parts = {part: read_stored(TensorLocation(file, key)).numpy() for part, key in names.items()}
             scales = decode_scales(parts, entries[name].matrix, format)
             found[name] = Scales(scales, format, entries[name].transposed)
-    return found
-
-
-def quantized_tensors(tensors: Mapping[str, Stored | Tensor]) -> dict[str, IntegerFormat]:
-    """Return what a packed file or a side file says that tensors are quantized to, by the names that the argument gives them.
-
-    A tensor that is stored in pieces has the format of the first one that is quantized.
-    """
-    listed: dict[Path, dict[str, IntegerFormat]] = {}
-    found: dict[str, IntegerFormat] = {}
-    for name, stored in tensors.items():
-        for location in locations_of(stored):
-            if location.file not in listed:
-                weights = stored_weights(location.file) if location.file.suffix == ".safetensors" else {}
-                scales = read_scales(location.file.parent)
-                integers = {key: x.integers for key, x in weights.items() if x.integers is not None}
-                listed[location.file] = integers | {key: x.format for key, x in scales.items()}
-            if location.key in listed[location.file]:
-                found.setdefault(name, listed[location.file][location.key])
     return found
 
 
