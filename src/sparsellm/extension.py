@@ -28,7 +28,8 @@ class Extension:
     """Names of what a package brings.
 
     Values are import strings, "module:name", so that finding an extension imports no more than the module that holds this
-    object. The modules of commands and options are imported for every command line and should import little.
+    object. That module imports `sparsellm.extension` and no more of sparsellm, which itself asks for extensions as it is
+    imported. The modules of commands, options and fields are imported for every command line and should import little.
 
     Attributes:
         commands: By its name on the command line, a function that `typer` makes a command of.
@@ -38,7 +39,7 @@ class Extension:
             `sparsellm.pipeline.recipe_fields.FurtherFields`.
         readers: By the `quant_method` in config.json, a reader of weights that are stored in another form: a class with the
             attributes of `sparsellm.checkpoints.readers.Reader`.
-        sections: By its name in sparsellm.json, a class of a part of reports, with the methods of
+        sections: By its name in sparsellm.json, a class of a part of reports: a subclass of
             `sparsellm.pipeline.results.Section`.
         recipes: By the command that runs it, a class of recipes: a subclass of `sparsellm.pipeline.recipe.RunRecipe`.
         steps: By its name in `RunRecipe.steps_after`, a class of what the whole model goes through after its blocks, with the
@@ -47,6 +48,8 @@ class Extension:
             `sparsellm.pipeline.cached_allocation.Rule`.
         side_files: By its name, a class that writes and reads a file beside the weights, with the methods of
             `sparsellm.checkpoints.side_files.SideFile`.
+        facts: By its entry in `sparsellm info --json`, a module with `examine()`, which gives the entry, and `rows(entry)`,
+            which gives lines, each a name and a text, by the title of their part.
     """
 
     commands: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +61,7 @@ class Extension:
     steps: Mapping[str, str] = field(default_factory=dict)
     allocations: Mapping[str, str] = field(default_factory=dict)
     side_files: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Installed:
         """Import what an import string of the extension names. Raises InvalidSetting, which names the package."""
         module, _, name = value.partition(":")
         try:
-            return getattr(import_module(module), name)
+            return getattr(import_module(module), name) if name else import_module(module)
         except Exception as error:  # code of others
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise InvalidSetting(f"{value} of the package {self.package} cannot be imported ({reason}).") from error
@@ -97,12 +101,24 @@ PROBLEMS: list[str] = []
 """A line on each extension, or part of one, that cannot be used. Commands that do not need it run all the same."""
 
 
+CIRCLE = "its module imports much of sparsellm; keep EXTENSION in one that imports sparsellm.extension only"
+"""Why a module cannot be loaded that imports one which asks for extensions as it is imported."""
+
+_LISTING: list[bool] = []
+"""Not empty while extensions are listed."""
+
+
 @cache
 def installed() -> tuple[Installed, ...]:
     """The extensions of all installed packages, by name."""
-    return tuple(
-        _loaded(point) for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: (point.name, point.value))
-    )
+    if _LISTING:
+        raise ImportError(CIRCLE)
+    _LISTING.append(True)
+    try:
+        points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: (point.name, point.value))
+        return tuple(_loaded(point) for point in points)
+    finally:
+        _LISTING.clear()
 
 
 def names_of(door: str) -> list[str]:
@@ -152,6 +168,7 @@ def _loaded(point: EntryPoint) -> Installed:
         if not isinstance(extension, Extension):
             raise TypeError(f"{point.value} is no sparsellm.Extension but {type(extension).__name__}")
     except Exception as error:  # code of others
-        PROBLEMS.append(f"the extension {point.name} of the package {package} cannot be loaded: {first_line(error)}")
-        return Installed(point.name, package, version, error=first_line(error))
+        reason = CIRCLE if "partially initialized module 'sparsellm" in str(error) else first_line(error)
+        PROBLEMS.append(f"the extension {point.name} of the package {package} cannot be loaded: {reason}")
+        return Installed(point.name, package, version, error=reason)
     return Installed(point.name, package, version, extension)

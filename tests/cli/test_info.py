@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from sparsellm.cli import info
 from sparsellm.cli.app import app
+from sparsellm.extensions.packed import facts
 from sparsellm.formats import kernels, memory_reads
 from sparsellm.pipeline.recipe_fields import METHODS
 
@@ -40,10 +41,10 @@ def test_table_fits_80_columns() -> None:
 
 def test_json_has_the_same_facts() -> None:
     found = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
-    assert found["kernels"] == {"in_use": kernels.instruction_set(), "instruction_sets": kernels.instruction_sets()}
+    assert found["packed"]["kernels"] == {"in_use": kernels.instruction_set(), "instruction_sets": kernels.instruction_sets()}
     assert found["threads"] == torch.get_num_threads()
     assert found["memory"]["total"] > found["memory"]["available"] > 0
-    assert found["memory"]["bandwidth"] == 12.34e9
+    assert found["packed"]["bandwidth"] == 12.34e9
     assert found["packages"]["torch"] == torch.__version__
     assert found["methods"] == METHODS
 
@@ -54,7 +55,7 @@ def test_missing_parts_say_how_to_get_them() -> None:
         mock.patch.object(info, "_version", lambda package: None if package == "matplotlib" else "1.0"),
     ):
         text = " ".join(CliRunner().invoke(app, ["info"], env={"COLUMNS": "80"}).stdout.split())
-    assert " ".join(info.NO_KERNELS.split()) in text
+    assert " ".join(facts.NO_KERNELS.split()) in text
     assert "not installed matplotlib: pip install 'sparsellm[plots]'" in text
 
 

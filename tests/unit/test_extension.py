@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparsellm import load_report
+from sparsellm.checkpoints.loading import open_checkpoint
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -80,6 +82,7 @@ def test_a_package_brings_a_command_and_an_option(tmp_path: Path, program: Progr
 @pytest.mark.parametrize(
     ("change", "line"),
     [
+        (("import typer", "import sparsellm.pipeline.recipe"), "cannot be loaded: its module imports much of sparsellm"),
         (("import typer", "import nowhere"), "the package broken cannot be loaded: No module named 'nowhere'"),
         (("EXTENSION =", "EXTENSION = 3 or"), "cannot be loaded: broken:EXTENSION is no sparsellm.Extension"),
         (("broken:hello", "broken:goodbye"), "broken:goodbye of the package broken cannot be imported (AttributeError: "),
@@ -112,7 +115,9 @@ def test_two_packages_that_bring_one_name(tmp_path: Path, program: Program) -> N
 SECTION = (
     PRUNER
     + """
-class Notes:
+from sparsellm.pipeline.results import Section
+
+class Notes(Section):
     def __init__(self, text):
         self.text = text
 
@@ -154,3 +159,125 @@ def test_a_section_of_a_report(tmp_path: Path, program: Program) -> None:
     done = program("report", out)
     assert done.returncode == 0
     assert "other:Missing of the package other cannot be imported" in done.stderr
+
+
+PARTS = """
+from __future__ import annotations
+from typing import ClassVar
+from sparsellm.methods import Memory
+from sparsellm.pipeline.cached_allocation import Allocated
+from sparsellm.solvers.patterns import Unstructured
+
+class Shrinking:
+    def project(self, block, name, weight, problem):
+        return 0.5 * weight
+
+    def broadcast(self, block, name, owner):
+        pass
+
+    def fields_of(self, full_name, weight):
+        return {}
+
+class FirstLess:
+    def __init__(self, recipe):
+        pass
+
+    def check(self, blocks, plan):
+        pass
+
+    def memory(self, shapes, model):
+        return Memory(model, [])
+
+    def allocate(self, loaded, batches, plan, cache):
+        return Allocated({name: Unstructured(0.25 if ".layers.0." in name else 0.5) for name in plan})
+
+class Negate:
+    on_dense: ClassVar[tuple[str, ...]] = ()
+    stage: ClassVar[str] = "negating"
+
+    @classmethod
+    def of(cls, recipe):
+        return cls()
+
+    def check_memory(self, opened, windows):
+        return "negating takes nothing"
+
+    def memory(self, ready, placement, shapes):
+        yield self.stage, Memory(0, [])
+
+    def begin(self, run, loaded, batches, cache):
+        def finish():
+            for name in run.ready.plan:
+                loaded.model.get_parameter(f"{name}.weight").data.neg_()
+        return finish
+
+"""
+
+FIELDS = """
+from sparsellm.pipeline.recipe_fields import FurtherFields, method_option
+
+class Fields(FurtherFields):
+    shrink: bool = method_option(False, "Halve the kept weights.")
+    negate: bool = method_option(False, "Negate them when all blocks are pruned.")
+
+    def after_solve(self, pattern):
+        from my_parts import Shrinking
+        return Shrinking() if self.shrink else super().after_solve(pattern)
+
+    def further_steps(self):
+        return (*super().further_steps(), *(["negate"] if self.negate else []))
+"""
+
+IN_RUNS = """
+from sparsellm.extension import Extension
+
+EXTENSION = Extension(
+    fields={"prune": ["my_fields:Fields"]},
+    allocations={"first-less": "my_parts:FirstLess"},
+    steps={"negate": "my_parts:Negate"},
+)
+"""
+
+
+def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None:
+    """By fields, which are options; by a rule that allocates, a projection of solved weights, and a step after the blocks."""
+    words = ("--method", "magnitude", "--calibration", "demo", "--samples", 2, "--quiet")
+    assert program("prune", "demo:opt", tmp_path / "plain", *words, "--shrink").returncode == 2
+    install(tmp_path, "my-pruner", IN_RUNS)
+    (tmp_path / "my_parts.py").write_text(PARTS, encoding="utf-8")
+    (tmp_path / "my_fields.py").write_text(FIELDS, encoding="utf-8")
+    assert "Halve the kept weights." in program("prune", "--help-all").stdout
+    own = ("--allocation", "first-less", "--shrink", "--negate")
+    done = program("prune", "demo:opt", tmp_path / "out", *words, *own)
+    assert done.returncode == 0, done.stderr
+    with pytest.warns(UserWarning, match="of the recipe shrink, negate are left out"):
+        report = load_report(tmp_path / "out")  # this process does not find the package
+    assert {round(layer.sparsity, 2) for layer in report.layers if ".layers.0." in layer.name} == {0.25}
+    assert {round(layer.sparsity, 2) for layer in report.layers if ".layers.1." in layer.name} == {0.5}
+    models = [open_checkpoint(name).load() for name in (str(tmp_path / "out"), "demo:opt")]
+    weight, dense = (model.get_parameter(f"{report.layers[0].name}.weight") for model in models)
+    assert torch.equal(weight, torch.where(weight == 0, 0.0, -0.5 * dense))
+    assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
+    plan = program("plan", "demo:opt", *words[:-1], *own)
+    assert "negating" in plan.stdout, plan.stderr
+
+
+def test_a_run_loads_of_extensions_what_declares_commands(tmp_path: Path) -> None:
+    """And fields of recipes, with the format names that these have: SparseGPT needs no other code of an extension."""
+    words = ["prune", "demo:opt", str(tmp_path / "out"), "--method", "sparsegpt", "--calibration", "demo", "--samples", "2"]
+    script = f"""
+import sys
+from sparsellm.cli.app import app
+try:
+    app({words!r})
+except SystemExit:
+    pass
+print(*(name for name in sys.modules if name.startswith("sparsellm.")), sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = [name for name in done.stdout.splitlines() if name.startswith("sparsellm.")]
+    assert "sparsellm.solvers.sparsegpt" in loaded
+    owned = [name.removeprefix("sparsellm.extensions.") for name in loaded if name.startswith("sparsellm.extensions.")]
+    parts = {name.partition(".")[2] for name in owned}
+    assert parts == {"", "commands", "recipe_fields", "formats"}
+    assert not [name for name in loaded if name.startswith(("sparsellm.formats", "sparsellm.peft"))]

@@ -24,7 +24,7 @@ from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name, short_name
 from sparsellm.checkpoints.headers import check_dtypes, found_weights
 from sparsellm.checkpoints.opening import open_files, open_folder
-from sparsellm.checkpoints.readers import TensorHeader, is_lossless
+from sparsellm.checkpoints.readers import TensorHeader, is_lossless, reader_of
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
@@ -32,6 +32,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, dt
 from sparsellm.models.loaded_model import check_in_memory
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
+from sparsellm.texts.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -112,7 +113,7 @@ class Checkpoint:
         return model.eval(), DiskWeights(model, locations, device=device, prefetch=prefetch)
 
     def load(self, dtype: str = "auto", device: torch.device | str | None = "cpu", **keywords: Any) -> PreTrainedModel:
-        """Load the model, in evaluation mode. The layers of a packed model are `sparsellm.formats.linear.PackedLinear`.
+        """Load the model, in evaluation mode. The layers of a packed model are those of its reader.
 
         Args:
             dtype: A name as for `dtype`.
@@ -123,6 +124,8 @@ class Checkpoint:
             BadCheckpoint: A weight is missing, not finite, or has the wrong shape, or a file cannot be read.
         """
         torch_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+        if self.packed and (reader := reader_of(self.name, read_json(self.folder / "config.json", BadCheckpoint))):
+            reader.register()
         stays = device is not None and torch.device(device).type == "cpu"  # another device has its own memory
         reading = read_unmapped() if stays else nullcontext()
         try:

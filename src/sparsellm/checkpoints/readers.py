@@ -110,6 +110,9 @@ class Reader(Protocol):
     def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
         """Raises UnsupportedModel for a variant of the form that is not read."""
 
+    def register(self) -> None:
+        """Make transformers load models of a lossless form."""
+
     def find(
         self,
         headers: Mapping[Path, Mapping[str, TensorHeader]],

@@ -14,14 +14,7 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout, text_table
 from sparsellm.errors import plural
-from sparsellm.extension import installed
-
-NO_KERNELS = (
-    "not compiled, so packed models run slower than dense ones.\n"
-    "Install a C compiler (gcc or clang), then sparsellm or its clone again:\n"
-    "pip install --force-reinstall --no-deps --no-cache-dir sparsellm"
-)
-"""pip would install a wheel that it built without a compiler again, if it kept one."""
+from sparsellm.extension import installed, named
 
 EXTRAS = {
     "plots": "matplotlib",
@@ -37,8 +30,7 @@ EXTRAS = {
 def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
     """Show this machine, its measured choices, methods and extensions.
 
-    Measures which computations are faster here, and how fast memory is read, since a dense model reads every weight for each
-    token.
+    Measures which computations are faster here.
 
     Example: sparsellm info
     """
@@ -46,7 +38,7 @@ def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
         if as_json:
             print_json(_examine())
             return
-        with stderr.status("measuring the processor and the memory bandwidth"):
+        with stderr.status("measuring the processor"):
             found = _examine()
         parts = _parts(found)
         width = max(len(name) for title, rows in parts.items() for name in (title, *(name for name, _ in rows)))
@@ -62,7 +54,6 @@ def _examine() -> dict[str, Any]:
     import torch
 
     from sparsellm.checkpoints.machine_cache import use_cache
-    from sparsellm.formats import kernels, memory_reads
     from sparsellm.models.sparse_matmul import max_density
     from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_pass_speedup
     from sparsellm.pipeline.recipe_fields import METHODS
@@ -80,7 +71,6 @@ def _examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("torch", "transformers", "triton")},
         "extras": {extra: {package: _version(package)} for extra, package in EXTRAS.items()},
-        "kernels": {"in_use": kernels.instruction_set(), "instruction_sets": kernels.instruction_sets()},
         "processor": platform.machine(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -91,13 +81,8 @@ def _examine() -> dict[str, Any]:
             "bfloat16_used": devices.multiplies_bfloat16(torch.device("cpu")),
         },
         "skipped_zeros": {"max_density": max_density()},
-        "packed": {
-            "tokens": [count for count in kernels.PACKED_TOKENS if kernels.is_faster(count, torch.bfloat16)],
-            "dense_tokens": [count for count in kernels.DENSE_TOKENS if kernels.is_faster_dense(count)],
-            "least_for_threads": kernels.least_for_threads(),
-        },
         "unsteady": autotuning.unsteady(),
-        "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
+        "memory": {"total": memory.total, "available": memory.available},
         "accelerators": [
             {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
             for device in accelerators
@@ -106,13 +91,22 @@ def _examine() -> dict[str, Any]:
         "extensions": {
             x.name: {"package": x.package, "version": x.version, "brings": x.brings, "error": x.error} for x in installed()
         },
+        **{name: facts.examine() for name, facts in _brought_facts().items()},
     }
+
+
+def _brought_facts() -> dict[str, Any]:
+    """The facts on this machine that extensions bring, by name."""
+    return {name: facts for name, facts in named("facts").items() if not isinstance(facts, Exception)}
 
 
 def _parts(found: dict[str, Any]) -> dict[str, list[list[str]]]:
     """The parts of the page by title, each with its lines."""
     methods = [[name, text] for name, text in found["methods"].items()]
     parts = {"machine": _packages(found) + _machine(found), "measured choices": _choices(found), "methods": methods}
+    for name, facts in _brought_facts().items():
+        for part, rows in facts.rows(found[name]).items():
+            parts[part] = parts.get(part, []) + rows
     return parts | {"extensions": [[name, _brought(entry)] for name, entry in found["extensions"].items()]}
 
 
@@ -137,35 +131,28 @@ def _packages(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _machine(found: dict[str, Any]) -> list[list[str]]:
-    """The lines of processor, memory, devices and kernels."""
+    """The lines of processor, memory and devices."""
     from sparsellm.runtime.memory import human_bytes
 
-    kernels, memory, threads = found["kernels"], found["memory"], plural(found["threads"], "thread")
-    others = ", ".join(name for name in kernels["instruction_sets"] if name != kernels["in_use"])
+    memory, threads = found["memory"], plural(found["threads"], "thread")
     free = f"{human_bytes(memory['total'])}, {human_bytes(memory['available'])} available"
     devices = [f"{x['device']}: {x['name']}, {human_bytes(x['available'])} available" for x in found["accelerators"]]
     return [
         ["processor", f"{found['processor']}, {plural(found['processors'], 'processor')}, {threads} in use"],
-        ["memory", f"{free}, read at {memory['bandwidth'] / 1e9:.1f} GB/s"],
+        ["memory", free],
         *(["device", line] for line in devices or ["the CPU only"]),
-        ["kernels", f"{kernels['in_use']} in use; also here: {others or 'no other'}" if kernels["in_use"] else NO_KERNELS],
     ]
 
 
 def _choices(found: dict[str, Any]) -> list[list[str]]:
     """The lines of what was measured, each with what was chosen."""
-    passes, solvers, full, kernels = found["bfloat16"], found["solvers"], found["float32"], found["kernels"]["in_use"]
-    density, packed = found["skipped_zeros"]["max_density"], found["packed"]
-    least = float(f"{max(packed['least_for_threads'], 0):.2g}")  # two digits are more than it is known to
-    all_threads = f"{plural(found['threads'], 'thread')} for matrices of {least:,.0f} weights or more"
+    passes, solvers, full = found["bfloat16"], found["solvers"], found["float32"]
+    density = found["skipped_zeros"]["max_density"]
     return [
         ["bfloat16, passes", _chosen(passes["speedup"], "float32", used=passes["used"])],
         ["bfloat16, solvers", _chosen(solvers["bfloat16_speedup"], "float32", used=solvers["bfloat16_used"])],
         ["float32, oneDNN", _chosen(full["onednn_speedup"], "torch's own", used=full["onednn_used"])],
         ["zeros in products", f"skipped from {100 * (1 - density):.0f} % zeros on" if density else "not skipped"],
-        *([["packed weights", f"multiplied by kernels for {_counted(packed['tokens'])}"]] if kernels else []),
-        *([["dense heads", f"multiplied by kernels for {_counted(packed['dense_tokens'])}"]] if kernels else []),
-        *([["threads of kernels", all_threads]] if kernels and found["threads"] > 1 else []),
         *([["not kept", _under_load(found["unsteady"])]] if found["unsteady"] else []),
     ]
 
@@ -175,10 +162,6 @@ def _under_load(names: Sequence[str]) -> str:
     were = "was" if len(names) == 1 else "were"
     listed = " (--json lists them)" if len(names) > 2 else f": {'; '.join(names)}"
     return f"{plural(len(names), 'measurement')} {were} made under load and will be made again{listed}"
-
-
-def _counted(counts: Sequence[int]) -> str:
-    return f"{', '.join(map(str, counts)) or 'no'} tokens"
 
 
 def _chosen(speedup: float, of: str, *, used: bool) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
-import sparsellm.formats.transformers  # noqa: F401  (registers packed models)
 from sparsellm.checkpoints.files import find_checkpoint
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to

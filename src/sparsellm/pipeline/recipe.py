@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.extension import names_of
@@ -34,6 +34,9 @@ EFFORTS: dict[str, tuple[SolverName, str]] = {
     "best": ("alps-accurate", "feedforward"),
 }
 """Solver and scope of each effort, used where the recipe sets none."""
+
+SAVED: dict[str, Any] = {"saved": True}
+"""Context of the validation of a recipe that a report holds, whose names may be those of packages that are not installed."""
 
 NEEDS_TEXT = f"needs a calibration text: pass a {TEXT_FILES} file as `calibration`, or one of {', '.join(TEXT_NAMES)}."
 
@@ -191,9 +194,9 @@ class Recipe(RunRecipe, RecipeFields):
 
     @field_validator("allocation")
     @classmethod
-    def _is_rule(cls, value: str | None) -> str | None:
+    def _is_rule(cls, value: str | None, info: ValidationInfo) -> str | None:
         known = [*ALLOCATIONS, *(name for name in names_of("allocations") if name not in cls.in_place_of_sparsity)]
-        if value is not None and value not in known and not value.endswith((".yaml", ".yml")):
+        if value is not None and value not in known and not value.endswith((".yaml", ".yml")) and info.context is not SAVED:
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, known)} Or pass a .yaml file.")
         return value
 
@@ -235,7 +238,7 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def steps_after(self) -> tuple[str, ...]:
-        return ("training",) if self.effort == "best" else ()
+        return (*(("training",) if self.effort == "best" else ()), *self.further_steps())
 
     def describe(self, predicate: str = "removed") -> str:
         """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""

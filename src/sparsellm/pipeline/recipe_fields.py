@@ -239,6 +239,10 @@ class FurtherFields(BaseModel):
         """What is done to each solved weight. pattern: that of the recipe."""
         return None
 
+    def further_steps(self) -> tuple[str, ...]:
+        """Names of steps after the blocks, as `Extension.steps` has them."""
+        return ()
+
     def check_source(self, source: Any) -> None:
         """Raise InvalidSetting for a model, a `Checkpoint` or `InMemoryModel`, that the fields are not for."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AliasPath, Field, PlainValidator, TypeAdapter, ValidationError
 
 from sparsellm.checkpoints.files import Origin
+from sparsellm.checkpoints.remarks import remark
 from sparsellm.errors import BadCheckpoint, MissingPackage
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, change_of, plus_minus
@@ -20,7 +21,7 @@ from sparsellm.pipeline import card
 from sparsellm.pipeline.output_folder import REPORT, folder_path
 from sparsellm.pipeline.own_method import saved_kind
 from sparsellm.pipeline.path_names import PathNames
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
+from sparsellm.pipeline.recipe import SAVED, Recipe, RunRecipe
 from sparsellm.pipeline.recipe_file import explain
 from sparsellm.pipeline.results import Section, Totals, read_sections
 from sparsellm.pipeline.zeros_before import describe_start, note_after, note_surplus
@@ -54,7 +55,11 @@ def _read_recipe(value: Any) -> RunRecipe:
     if kind is None:
         raise ValueError(f"no installed package brings the command {command!r} that it is for")
     try:
-        recipe: RunRecipe = kind(**fields)
+        if unknown := [name for name in fields if name not in kind.model_fields]:
+            text = f"of the recipe {', '.join(unknown)} are left out: no installed package brings these fields"
+            remark(text, ("recipe", *unknown))
+        known = {name: x for name, x in fields.items() if name not in unknown}
+        recipe: RunRecipe = kind.model_validate(known, context=SAVED)
     except ValidationError as error:
         raise ValueError(explain(error.errors()[0], kind.model_fields)) from None
     return recipe

@@ -61,7 +61,7 @@ class IntegerFields(FurtherFields):
     def after_solve(self, pattern: Pattern) -> AfterSolve | None:
         """The integers that weights are rounded to with `values`; those of `bits` are set by its allocation rule."""
         if self.values is None:
-            return None
+            return super().after_solve(pattern)
         from sparsellm.extensions.integers.rounding import IntegerValues  # imports torch, which the command line does without
 
         return IntegerValues(IntegerFormat.parse(self.values, self.group_size, 1 - pattern.sparsity))

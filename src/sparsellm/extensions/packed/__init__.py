@@ -5,6 +5,7 @@ from sparsellm.extension import Extension
 EXTENSION = Extension(
     commands={"pack": "sparsellm.extensions.packed.commands:pack", "unpack": "sparsellm.extensions.packed.commands:unpack"},
     options={"prune": ("sparsellm.extensions.packed.commands:Packing",)},
+    facts={"packed": "sparsellm.extensions.packed.facts"},
     sections={"packing": "sparsellm.extensions.packed.sizes:Packed"},
     readers={"sparsellm": "sparsellm.extensions.packed.reader:PackedReader"},
 )

@@ -75,6 +75,10 @@ class PackedReader:
                 f"{PACKED_VERSION}. Install a newer sparsellm."
             )
 
+    def register(self) -> None:
+        """Make transformers load packed models."""
+        import sparsellm.formats.transformers  # noqa: F401
+
     def find(
         self,
         headers: Mapping[Path, Mapping[str, TensorHeader]],

@@ -142,6 +142,9 @@ class QuantizedReader:
     def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
         self._fields, self._scheme = fields, scheme_of(name, fields)
 
+    def register(self) -> None:
+        """Nothing: the weights are read as those of a dense model."""
+
     def find(
         self,
         headers: Mapping[Path, Mapping[str, TensorHeader]],
