@@ -44,6 +44,7 @@ class Extension:
         recipes: By the command that runs it, a class of recipes: a subclass of `sparsellm.pipeline.recipe.RunRecipe`.
         steps: By its name in `RunRecipe.steps_after`, a class of what the whole model goes through after its blocks, with the
             methods of `sparsellm.pipeline.steps.ModelStep`.
+        patterns: By any name, a class of sparsity patterns: a subclass of `sparsellm.solvers.patterns.Pattern`.
         allocations: By its name in `allocation`, a class of a rule that sets each layer's pattern, with the methods of
             `sparsellm.pipeline.cached_allocation.Rule`.
         side_files: By its name, a class that writes and reads a file beside the weights, with the methods of
@@ -59,6 +60,7 @@ class Extension:
     sections: Mapping[str, str] = field(default_factory=dict)
     recipes: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, str] = field(default_factory=dict)
+    patterns: Mapping[str, str] = field(default_factory=dict)
     allocations: Mapping[str, str] = field(default_factory=dict)
     side_files: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)

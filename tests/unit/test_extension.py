@@ -213,6 +213,42 @@ class Negate:
 
 """
 
+PATTERN = """
+import re
+from dataclasses import dataclass
+from sparsellm.solvers.patterns import Pattern
+
+@dataclass(frozen=True)
+class First(Pattern):
+    removed: int
+
+    @classmethod
+    def parse(cls, text):
+        match = re.fullmatch(r"first ([1-7])", text)
+        return cls(int(match[1])) if match else None
+
+    def __str__(self):
+        return f"first {self.removed}"
+
+    @property
+    def sparsity(self):
+        return self.removed / 8
+
+    @property
+    def column_span(self):
+        return 8
+
+    def count_removed(self, count):
+        return count * self.removed // 8
+
+    def holds(self, weight):
+        return not weight.unflatten(1, (-1, 8))[..., : self.removed].any()
+
+    def keep(self, score, *, per_row=False):
+        import torch
+        return (torch.arange(score.shape[1]) % 8 >= self.removed).expand_as(score)
+"""
+
 FIELDS = """
 from sparsellm.pipeline.recipe_fields import FurtherFields, method_option
 
@@ -233,6 +269,7 @@ from sparsellm.extension import Extension
 
 EXTENSION = Extension(
     fields={"prune": ["my_fields:Fields"]},
+    patterns={"first": "my_pattern:First"},
     allocations={"first-less": "my_parts:FirstLess"},
     steps={"negate": "my_parts:Negate"},
 )
@@ -240,12 +277,12 @@ EXTENSION = Extension(
 
 
 def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None:
-    """By fields, which are options; by a rule that allocates, a projection of solved weights, and a step after the blocks."""
+    """By fields, which are options; by a rule that allocates, a projection of weights, a step after the blocks, a pattern."""
     words = ("--method", "magnitude", "--calibration", "demo", "--samples", 2, "--quiet")
     assert program("prune", "demo:opt", tmp_path / "plain", *words, "--shrink").returncode == 2
     install(tmp_path, "my-pruner", IN_RUNS)
-    (tmp_path / "my_parts.py").write_text(PARTS, encoding="utf-8")
-    (tmp_path / "my_fields.py").write_text(FIELDS, encoding="utf-8")
+    for module, source in {"my_parts": PARTS, "my_fields": FIELDS, "my_pattern": PATTERN}.items():
+        (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
     assert "Halve the kept weights." in program("prune", "--help-all").stdout
     own = ("--allocation", "first-less", "--shrink", "--negate")
     done = program("prune", "demo:opt", tmp_path / "out", *words, *own)
@@ -260,6 +297,10 @@ def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None
     assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
     plan = program("plan", "demo:opt", *words[:-1], *own)
     assert "negating" in plan.stdout, plan.stderr
+    of_pattern = ("--sparsity", "first 3", "--method", "sparsegpt", *words[2:])
+    assert program("prune", "demo:opt", tmp_path / "first", *of_pattern).returncode == 0
+    assert program("inspect", tmp_path / "first", "--expect", "first 3").returncode == 0
+    assert program("inspect", tmp_path / "first", "--expect", "first 4").returncode == 1
 
 
 def test_a_run_loads_of_extensions_what_declares_commands(tmp_path: Path) -> None:

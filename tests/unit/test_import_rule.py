@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "errors": set(),
     "runtime": {"errors"},
     "texts": {"errors", "runtime"},
-    "solvers": {"errors", "runtime"},
+    "solvers": {"errors", "runtime", "extension"},
     "models": {"errors", "runtime", "texts", "solvers"},
     "checkpoints": {"errors", "runtime", "texts", "solvers", "models", "extension"},
     "formats": {"errors", "runtime", "texts", "solvers", "models", "checkpoints"},

@@ -85,7 +85,7 @@ def allocate(
 
 def check_shared(plan: Plan) -> None:
     """Raise InvalidSetting unless all patterns of the plan are unstructured."""
-    other = next((name for name, pattern in plan.items() if not isinstance(pattern, Unstructured)), None)
+    other = next((name for name, pattern in plan.items() if not pattern.is_shareable), None)
     if other is not None:
         raise InvalidSetting(
             f"Only an unstructured sparsity can be allocated to layers, got {plan[other]} for {other}. "

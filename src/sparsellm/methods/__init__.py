@@ -18,7 +18,7 @@ from sparsellm.activations.walk import Activations
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
-from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import TokenCount
 
@@ -33,7 +33,7 @@ Plan = dict[str, Pattern]
 
 def _read_pattern(value: Any) -> Pattern:
     """Read a pattern from its text in a file."""
-    if isinstance(value, (Unstructured, NM)):
+    if isinstance(value, Pattern):
         return value
     if not isinstance(value, str):
         raise PydanticCustomError("string_type", "Input should be a valid string")

@@ -19,7 +19,7 @@ from sparsellm.pipeline.loading import open_source
 from sparsellm.pipeline.output_folder import REPORT
 from sparsellm.pipeline.report import load_report
 from sparsellm.solvers.linalg import all_finite, count_zeros
-from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.patterns import Pattern, parse_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,7 +169,7 @@ def inspect(
     skeleton, planned = source.skeleton(), planned_patterns(source.folder)
     tensors, layers_of = StoredTensors(source.folder, skeleton, source.model), layers_by_parameter(skeleton, planned or ())
     all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
-    allocated = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
+    allocated = pattern is not None and pattern.is_shareable and len(set((planned or {}).values())) > 1
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []

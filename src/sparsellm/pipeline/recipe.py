@@ -177,7 +177,7 @@ class Recipe(RunRecipe, RecipeFields):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Recipe:
-        if self.allocates and not isinstance(self.pattern, Unstructured):
+        if self.allocates and not self.pattern.is_shareable:
             raise InvalidSetting(
                 f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
                 "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
@@ -214,7 +214,7 @@ class Recipe(RunRecipe, RecipeFields):
     def allocation_rule(self) -> str:
         if (setting := next((name for name in self.in_place_of_sparsity if getattr(self, name) is not None), None)) is not None:
             return setting
-        is_removing = isinstance(self.pattern, Unstructured) and self.pattern.sparsity > 0
+        is_removing = self.pattern.is_shareable and self.pattern.sparsity > 0
         nonuniform = self.method == "sparsellm" and not self.as_published and is_removing
         return self.allocation or ("fisher" if nonuniform else "uniform")
 

@@ -25,7 +25,6 @@ from sparsellm.pipeline.recipe import SAVED, Recipe, RunRecipe
 from sparsellm.pipeline.recipe_file import explain
 from sparsellm.pipeline.results import Section, Totals, read_sections
 from sparsellm.pipeline.zeros_before import describe_start, note_after, note_surplus
-from sparsellm.solvers.patterns import NM
 from sparsellm.solvers.statistics import TokenCount
 from sparsellm.texts.json_files import FORMAT, read_record
 
@@ -202,7 +201,7 @@ class Report(Summarized):
     def n_m(self) -> str:
         """The N:M pattern of all pruned layers, as "2:4", also of a recovery; empty if they have none in common."""
         patterns = {layer.pattern for layer in self.layers}
-        return str(patterns.pop()) if len(patterns) == 1 and all(isinstance(x, NM) for x in patterns) else ""
+        return str(patterns.pop()) if len(patterns) == 1 and all(x.n_m for x in patterns) else ""
 
     @property
     def is_recovery(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sparsity patterns: a fraction of a layer's weights (`Unstructured`), or N of every M weights along a row (`NM`).
+"""Sparsity patterns: a fraction of a layer's weights (`Unstructured`), N of every M weights along a row (`NM`), and others'.
 
 Imports torch only where a mask is made, so that settings can be checked without it.
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.extension import find, names_of
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +22,65 @@ if TYPE_CHECKING:
 EXAMPLES = "Write 70%, 0.7, 2:4, 3:4 or 4:8."
 
 
+class Pattern:
+    """Base of sparsity patterns: frozen dataclasses, each of which `parse` reads from its `str`."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def sparsity(self) -> float:
+            """The fraction of a layer's weights that is removed."""
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern | None:
+        """The pattern that a text names; None if the text is of another form. Raises InvalidSetting for wrong numbers."""
+        raise NotImplementedError
+
+    @property
+    def column_span(self) -> int | None:
+        """Number of columns whose mask is chosen together; None for all columns."""
+        return None
+
+    @property
+    def n_m(self) -> tuple[int, int] | None:
+        """(N, M) if N of every M consecutive weights along a row are removed, and nothing else."""
+        return None
+
+    @property
+    def is_shareable(self) -> bool:
+        """Whether an allocation rule may share the removed weights out among layers, as unstructured sparsities."""
+        return False
+
+    def describe(self, predicate: str = "removed") -> str:
+        """A description for messages and reports, of weights that are `predicate`."""
+        return f"{self} {predicate}"
+
+    def check(self, shape: tuple[int, int]) -> None:
+        """Raise InvalidSetting for an (out, in) shape that the pattern does not fit."""
+
+    def count_removed(self, count: int) -> int:
+        """Number of weights removed out of `count`."""
+        raise NotImplementedError
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether a weight, (out, in), has the zeros that the pattern asks for, and maybe more."""
+        raise NotImplementedError
+
+    def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
+        """Select the largest scores that the pattern lets. Of equal scores the later position is kept.
+
+        Args:
+            score: (out, in), finite.
+            per_row: Remove the same number of weights from every row, within one, so that the layer's total is exact.
+
+        Returns:
+            (out, in) bool, True where a weight is kept.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Unstructured:
+class Unstructured(Pattern):
     """Remove a fraction of a layer's weights, at any positions.
 
     Attributes:
@@ -41,36 +99,25 @@ class Unstructured:
         """Return the text for messages and tables, with fewer digits than that for files."""
         return f"{100 * self.sparsity:.5g}%"
 
+    @classmethod
+    def parse(cls, text: str) -> Unstructured:
+        return cls(_fraction(text, "sparsity"))
+
     @property
-    def column_span(self) -> int | None:
-        """Number of columns whose mask is chosen together; None for all columns."""
-        return None
+    def is_shareable(self) -> bool:
+        return True
 
     def describe(self, predicate: str = "removed") -> str:
-        """A description for messages and reports, of weights that are `predicate`."""
         return f"{100 * self.sparsity:.5g} % {predicate}, unstructured"
 
-    def check(self, shape: tuple[int, int]) -> None:
-        """Accept any (out, in) shape."""
-
     def count_removed(self, count: int) -> int:
-        """Number of weights removed out of `count`."""
         return round(self.sparsity * count)
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether a weight, (out, in), has at least as many zeros as the pattern removes."""
         return weight.numel() - int(weight.count_nonzero()) >= self.count_removed(weight.numel())
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
-        """Select the largest scores of the whole layer, or of each row. Of equal scores the later position is kept.
-
-        Args:
-            score: (out, in), finite.
-            per_row: Remove the same number of weights from every row, within one, so that the layer's total is exact.
-
-        Returns:
-            (out, in) bool, True where a weight is kept.
-        """
+        """Select the largest scores of the whole layer, or of each row."""
         import torch
 
         total = self.count_removed(score.numel())
@@ -84,7 +131,7 @@ class Unstructured:
 
 
 @dataclass(frozen=True)
-class NM:
+class NM(Pattern):
     """Remove N of every M consecutive weights along a row.
 
     Attributes:
@@ -104,18 +151,24 @@ class NM:
     def __str__(self) -> str:
         return f"{self.zeros}:{self.group}"
 
+    @classmethod
+    def parse(cls, text: str) -> NM | None:
+        match = re.fullmatch(r"(\d+)\s*:\s*(\d+)", text)
+        return cls(int(match[1]), int(match[2])) if match else None
+
     @property
     def sparsity(self) -> float:
-        """The fraction removed."""
         return self.zeros / self.group
 
     @property
     def column_span(self) -> int | None:
-        """Number of columns whose mask is chosen together: one group."""
         return self.group
 
+    @property
+    def n_m(self) -> tuple[int, int]:
+        return self.zeros, self.group
+
     def describe(self, predicate: str = "removed") -> str:
-        """A description for messages and reports, of weights that are `predicate`."""
         return f"{self} ({self.zeros} of every {self.group} {predicate}, {100 * self.sparsity:.1f} %)"
 
     def check(self, shape: tuple[int, int]) -> None:
@@ -127,25 +180,15 @@ class NM:
             )
 
     def count_removed(self, count: int) -> int:
-        """Number of weights removed out of `count`."""
         return count * self.zeros // self.group
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether each group of a weight, (out, in), has at least as many zeros as the pattern removes."""
         if weight.shape[1] % self.group:
             return False
         return bool(((weight == 0).unflatten(1, (-1, self.group)).sum(-1) >= self.zeros).all())
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
-        """Select the largest scores of each group. Of equal scores the later position is kept.
-
-        Args:
-            score: (out, in), finite; `in` is a multiple of `group`.
-            per_row: No effect, because a group lies within a row.
-
-        Returns:
-            (out, in) bool, True where a weight is kept.
-        """
+        """Select the largest scores of each group. `per_row` has no effect, because a group lies within a row."""
         import torch
 
         self.check((score.shape[0], score.shape[1]))
@@ -156,9 +199,6 @@ class NM:
             compared = groups[..., other : other + 1]
             rank += (compared < groups) | ((compared == groups) & (other < position))
         return (rank >= self.zeros).flatten(1)
-
-
-Pattern = Unstructured | NM
 
 
 def keep_unpruned(pruned_mask: Tensor | None, score: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
@@ -228,15 +268,22 @@ def parse_pattern(text: str | float, name: str = "sparsity") -> Pattern:
         InvalidSetting: If the text is no pattern, or its numbers are out of range.
     """
     stripped = str(text).strip()
-    if match := re.fullmatch(r"(\d+)\s*:\s*(\d+)", stripped):
-        return NM(int(match[1]), int(match[2]))
+    kinds: list[type[Pattern]] = [NM, *(find("patterns", kind) for kind in names_of("patterns"))]
+    for kind in kinds:
+        if (pattern := kind.parse(stripped)) is not None:
+            return pattern
+    return Unstructured(_fraction(stripped, name))
+
+
+def _fraction(text: str, name: str) -> float:
+    """The fraction that a text names. Raises InvalidSetting if it names none."""
     try:
-        number = float(stripped.removesuffix("%"))
+        number = float(text.removesuffix("%"))
     except ValueError:
-        raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}") from None
-    fraction = number / 100 if stripped.endswith("%") else number
-    _check_fraction(fraction, name, stripped)
-    return Unstructured(fraction)
+        raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {text!r}. {EXAMPLES}") from None
+    fraction = number / 100 if text.endswith("%") else number
+    _check_fraction(fraction, name, text)
+    return fraction
 
 
 def _check_fraction(fraction: float, name: str, written: str) -> None:

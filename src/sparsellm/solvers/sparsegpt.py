@@ -19,7 +19,7 @@ from sparsellm.solvers.linalg import (
     invert_triangular_,
     upper_factor_,
 )
-from sparsellm.solvers.patterns import NM, Pattern, Unstructured, keep_largest, keep_unpruned
+from sparsellm.solvers.patterns import Pattern, Unstructured, keep_largest, keep_unpruned
 from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
 
@@ -251,7 +251,7 @@ def prune_columns(columns: Tensor, factor: Tensor, keep: Tensor | None, *, patte
         pattern: The pattern, read if `keep` is None.
     """
     count, outputs = columns.shape
-    group, zeros = (pattern.group, pattern.zeros) if keep is None and isinstance(pattern, NM) else (0, 0)
+    zeros, group = pattern.n_m or (0, 0) if keep is None else (0, 0)
     with devices.selected(columns.device):
         _kernel[(triton.cdiv(outputs, ROWS_PER_PROGRAM),)](
             columns,
@@ -269,8 +269,8 @@ def prune_columns(columns: Tensor, factor: Tensor, keep: Tensor | None, *, patte
 
 def kernel_supports(columns: Tensor, pattern: Pattern) -> bool:
     """Whether `prune_columns` supports a block of columns, (columns, out): its size, dtype and device, and the pattern."""
-    is_valid = len(columns) <= MAX_COLUMNS and (pattern.column_span or 0) <= MAX_GROUP and columns.dtype == torch.float32
-    return is_valid and has_kernel(columns.device)
+    has_mask = pattern.column_span is None or (pattern.n_m is not None and pattern.column_span <= MAX_GROUP)
+    return has_mask and len(columns) <= MAX_COLUMNS and columns.dtype == torch.float32 and has_kernel(columns.device)
 
 
 def kernel_compiler() -> str:

@@ -22,7 +22,6 @@ from sparsellm.extensions.studies.measures import short_names, value_with_error
 from sparsellm.extensions.studies.search_result import SearchResult
 from sparsellm.methods import WHOLE_MODEL, BlockResult, LayerResult, TrainingResult
 from sparsellm.pipeline.report import Report
-from sparsellm.solvers.patterns import Unstructured
 
 if TYPE_CHECKING:
     from matplotlib.colors import Normalize
@@ -40,7 +39,7 @@ def run_plots(report: Report) -> list[Plot]:
 
 def at_bound(layers: Sequence[LayerResult]) -> dict[str, str]:
     """By name of a layer, "minimum" or "maximum" if its sparsity is at that bound of the allocation; empty if all are equal."""
-    sparsities = {layer.name: layer.pattern.sparsity for layer in layers if isinstance(layer.pattern, Unstructured)}
+    sparsities = {layer.name: layer.pattern.sparsity for layer in layers if layer.pattern.is_shareable}
     bounds = {name: choose(sparsities.values(), default=0.0) for name, choose in (("minimum", min), ("maximum", max))}
     if bounds["maximum"] - bounds["minimum"] < DIFFERENT:
         return {}
