@@ -34,16 +34,16 @@ from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.extensions.integers.formats import SCALE_BITS, IntegerFormat
 from sparsellm.extensions.integers.quantization import round_to_nearest
-from sparsellm.formats.encoding import encode
+from sparsellm.extensions.packed.formats.encoding import encode
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.outputs.saving import Result
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.sequential import prune_blocks
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import read_text

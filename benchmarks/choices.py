@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.linear import DenseLinear
+from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.linear import DenseLinear
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import matmul_of, max_density
 from sparsellm.runtime import autotuning, products

@@ -41,9 +41,9 @@ from sparsellm.extensions.packed.decoding_speed import (
     weight_bytes,
     with_own_kernel,
 )
-from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.linear import PackedLinear
+from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.linear import PackedLinear
 
 FILES = sorted(MEASURED.glob("decode-*.json"), reverse=True)
 """A file for each instruction set."""

@@ -23,8 +23,8 @@ from sparsellm.evaluation.perplexity import measured
 from sparsellm.methods import EpochResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.sequential import prune_blocks
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.samples import calibration_windows, test_windows

@@ -33,10 +33,10 @@ from results import split_stories
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.pipeline.display import with_standard_error
-from sparsellm.pipeline.events import Stage
+from sparsellm.observers.display import with_standard_error
+from sparsellm.observers.events import Stage
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.file import read_recipe
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
 

@@ -32,7 +32,7 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import sparsegpt
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem

@@ -62,8 +62,8 @@ from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadText, InvalidSetting, SparseLLMError, plural
 from sparsellm.methods.sparsellm import TrueSequential
 from sparsellm.models.contexts import compute_dtype_context
-from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_pass_speedup
-from sparsellm.pipeline.events import DIGESTING, LOADING, OPENING, READING_TEXTS
+from sparsellm.observers.events import DIGESTING, LOADING, OPENING, READING_TEXTS
+from sparsellm.pipeline.startup import LEAST_GAIN, bf16_pass_speedup
 from sparsellm.runtime.devices import empty_cache, is_out_of_memory
 from sparsellm.runtime.products import fast_linear_layers
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.extensions.packed.decoding_speed import step_weights
-from sparsellm.formats import memory_reads
+from sparsellm.extensions.packed.formats import memory_reads
 
 ROUNDS = 5
 

@@ -46,7 +46,7 @@ def masked(model: PreTrainedModel) -> PreTrainedModel:
     """The adapter under the masks."""
     from peft import LoraConfig
 
-    from sparsellm.peft import sparse_lora
+    from sparsellm.extensions.recover.peft import sparse_lora
 
     return sparse_lora(model, LoraConfig(r=RANK, target_modules="all-linear"))
 

@@ -51,7 +51,7 @@ from sparsellm.runtime.memory import current_memory, peak_memory
 libraries = current_memory()
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.cli.app import app
-import sparsellm.pipeline.saving, sparsellm.pipeline.run
+import sparsellm.outputs.saving, sparsellm.pipeline.run
 source = open_checkpoint(sys.argv[2])
 source.skeleton(), source.tokenizer()
 imports = current_memory()

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from sparsellm.extensions.integers.formats import BITS_OF
 from sparsellm.extensions.integers.quantization import Quantized
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
 from sparsellm.extensions.packed.packing import NearestIntegers, quantize
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.encoding import decode_parts, encode
-from sparsellm.pipeline.report import load_report
+from sparsellm.outputs.report import load_report
 
 FILE = MEASURED / "packing.json"
 MODELS = ("demo:opt", "demo:llama")

@@ -45,7 +45,7 @@ from width import LENGTH as BLOCKS_LENGTH
 from width import SAMPLES as BLOCKS_SAMPLES
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.pipeline.estimates import human_seconds
+from sparsellm.observers.progress import human_seconds
 
 FILE = MEASURED / "popular-models.json"
 

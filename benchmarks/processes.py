@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from sparsellm.activations.walk import walk
-from sparsellm.extensions.recover.training.block_training import split_batches
 from sparsellm.methods.layerwise import collect_statistics
 from sparsellm.models.blocks import blocks_of
 from sparsellm.runtime import collectives, process_group
 from sparsellm.solvers.statistics import Gram
+from sparsellm.texts.padding import split_batches
 
 FILE = MEASURED / "processes.json"
 BLOCKS, WINDOWS, LENGTH, BATCH = 3, 32, 512, 4

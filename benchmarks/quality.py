@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from measuring import markdown_table
 
 from sparsellm.extensions.studies.figures import COLORS, FAINT, INK, Plot, new_figure, style
-from sparsellm.pipeline.display import with_standard_error
+from sparsellm.observers.display import with_standard_error
 
 ROWS: dict[str, tuple[str, ...]] = {
     "SparseGPT": ("SparseGPT",),

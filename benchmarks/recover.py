@@ -31,9 +31,9 @@ from sparsellm.extensions.recover.block_recovery import read_recovery
 from sparsellm.extensions.recover.model_training import GENERATING, TRAINING, ModelTraining
 from sparsellm.extensions.recover.run import recover_run
 from sparsellm.extensions.recover.training import masked_training
-from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.file import read_recipe
 
 PATTERNS = ("70%", "80%", "90%", "2:4")
 SEEDS = (0, 1, 2)

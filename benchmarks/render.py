@@ -42,7 +42,7 @@ import width
 from measuring import MEASURED, ROOT, markdown_table
 
 from sparsellm.extensions.packed.decoding_speed import PACKED, TORCH
-from sparsellm.pipeline.display import with_standard_error
+from sparsellm.observers.display import with_standard_error
 from sparsellm.runtime.memory import human_bytes
 
 PAGES = (

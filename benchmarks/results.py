@@ -23,9 +23,9 @@ from measuring import CUT, MEASURED, markdown_table, read_figures, write_figures
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.pipeline.display import with_standard_error
+from sparsellm.observers.display import with_standard_error
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.file import read_recipe
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
 

@@ -26,11 +26,10 @@ from measuring import MEASURED, markdown_table, read_figures, record
 import sparsellm
 from sparsellm.extensions.studies.search import bisect
 from sparsellm.extensions.studies.target import Target, point_of
-from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.run_set import RunSet
-from sparsellm.pipeline.several import output_folders, run_each
+from sparsellm.pipeline.several import RunSet, output_folders, run_each
+from sparsellm.recipes.file import read_recipe
 
 FILE = MEASURED / "search.json"
 INCREASE, HIGHEST = 0.05, 95

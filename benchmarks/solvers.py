@@ -28,7 +28,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.methods.feedforward_problem import FeedForwardProblem, weights_of
 from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pipeline.recipe_methods import SOLVERS
+from sparsellm.recipes.methods import SOLVERS, solver_named
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -41,7 +41,7 @@ from sparsellm.texts.texts import read_text
 
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"
-TRIED: dict[str, LayerSolver] = {name: make() for name, make in SOLVERS.items()} | {
+TRIED: dict[str, LayerSolver] = {name: solver_named(name) for name in SOLVERS} | {
     "fast-admm, 12 steps": FastADMM(steps=12),
     "ALPS, penalty growth 0.5": ALPS(penalty_growth=0.5),
     "ALPS, penalty growth 0.25": ALPS(penalty_growth=0.25, iterations=600),

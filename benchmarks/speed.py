@@ -35,10 +35,10 @@ from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
 from sparsellm.cli.allocator import manage_memory
-from sparsellm.pipeline.events import Stage, combine_observers
+from sparsellm.observers.events import Stage, combine_observers
+from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.work_directory import work_directory
+from sparsellm.recipes.file import read_recipe
 from sparsellm.runtime.memory import peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ import json, time
 from dataclasses import asdict
 time.perf_counter = time.monotonic = time.process_time
 from sparsellm.cli.app import main
-from sparsellm.pipeline import display
+from sparsellm.observers import display
 display.PLAIN_SHARE, display.PLAIN_LEAST, display.PLAIN_SECONDS = 0.01, 0.0, 5.0
 display.line = lambda state, *_: json.dumps(asdict(state))
 display.Plain.close = lambda self, state: state and self.print(display.line(state))

@@ -25,7 +25,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.extensions.studies.figures import COLORS, new_figure, style
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.file import read_recipe
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
 

@@ -29,9 +29,9 @@ from speed_tables import wide_race
 from transformers import LlamaConfig
 
 import sparsellm
-from sparsellm.pipeline.events import LOADING, Stage
+from sparsellm.observers.events import LOADING, Stage
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.file import read_recipe
 
 FILE = MEASURED / "width-gpu.json"
 

@@ -18,5 +18,5 @@ git ls-files -z --cached --others --exclude-standard | tar --null --files-from=-
 cd "$copy/tree"
 python hatch_build.py
 export PYTHONPATH=$PWD/src
-python -c 'import sys; from sparsellm.formats import kernels; sys.exit(not kernels.instruction_sets() and "the kernels are missing")'
+python -c 'import sys; from sparsellm.extensions.packed.formats import kernels; sys.exit(not kernels.instruction_sets() and "the kernels are missing")'
 pytest "$@"

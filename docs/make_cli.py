@@ -12,7 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from sparsellm.cli.app import app
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.recipes.recipe import Recipe
 
 PAGE = Path(__file__).with_name("cli.md")
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "sparsellm"
-FIELDS, FILE = PACKAGE / "pipeline" / "recipe_fields.py", PACKAGE / "pipeline" / "keyword_types.py"
+FIELDS, FILE = PACKAGE / "recipes" / "fields.py", PACKAGE / "recipes" / "keyword_types.py"
 
 TYPES = {"Names": "str | Sequence[str]", "IntegerName | None": 'Literal["int8", "int4", "int3"] | None'}
 """Types of keywords that stand for the type of a field: a single text needs no list, and a list may be any sequence."""
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from sparsellm.pipeline.recipe_fields import SolverName
+from sparsellm.recipes.fields import SolverName
 from sparsellm.texts.in_memory import CalibrationData
 '''
 

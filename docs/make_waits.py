@@ -1,4 +1,4 @@
-"""Write the table of waits in docs/architecture.md: `python tests/simulated_device.py docs/make_waits.py`.
+"""Write the table of waits in docs/decisions.md: `python tests/simulated_device.py docs/make_waits.py`.
 
 On a simulated device, which counts the operations that wait for a number or a shape. With `--check`, only compare: counts may
 differ by 5 %, since processors round differently and solvers stop by their residuals.
@@ -19,7 +19,7 @@ import sparsellm
 from sparsellm.methods import BlockResult
 from tests.simulated_device import waits
 
-PAGE = Path(__file__).with_name("architecture.md")
+PAGE = Path(__file__).with_name("decisions.md")
 BEGIN, END = "<!-- waits: written by docs/make_waits.py -->\n", "<!-- end of waits -->\n"
 METHODS: dict[str, dict[str, Any]] = {name: {"method": name} for name in ("magnitude", "wanda", "sparsegpt", "fast-admm")}
 METHODS |= {name: {"method": name} for name in ("alps", "alps-accurate", "sparsellm")}

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
 
+from sparsellm.extensions.recover.peft import sparse_lora
 from sparsellm.extensions.recover.training.fixed_masks import FixedMasks
-from sparsellm.peft import sparse_lora
 from tests.training import arguments, join_group, pruned_model, sequences, sharding_arguments
 
 TARGETS: dict[str, dict[str, Any]] = {

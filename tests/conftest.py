@@ -42,9 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     from sparsellm.checkpoints.machine_cache import use_cache
-    from sparsellm.formats import kernels
+    from sparsellm.extensions.packed.formats import kernels
     from sparsellm.models.sparse_matmul import max_density
-    from sparsellm.pipeline.compute_dtype import bf16_pass_speedup
+    from sparsellm.pipeline.startup import bf16_pass_speedup
     from sparsellm.runtime import autotuning
     from sparsellm.runtime.products import bf16_solver_speedup, onednn_speedup
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
@@ -22,9 +23,9 @@ from sparsellm.extensions.studies.search_result import Point, SearchResult
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import CellFolder
 from sparsellm.methods import BlockResult, CurvePoint, EpochResult, LayerResult, TrainingResult
-from sparsellm.pipeline.output_folder import REPORT, SWEEP
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.report import Digests, PrunedReport, Report
+from sparsellm.outputs.folder import SWEEP
+from sparsellm.outputs.report import Digests, PrunedReport, Report
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.json_files import FORMAT, strict_json
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsellm.extensions.packed.formats.parts import PARTS
 from sparsellm.extensions.packed.packed_files import PACKED_METHOD, STORED_KINDS
-from sparsellm.formats.parts import PARTS
 from tests.fuzzing import damage, replaced
 
 KINDS = [*STORED_KINDS.values(), "U64", "F8_E4M3"]

@@ -36,11 +36,11 @@ from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import SparseLLMError
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized
+from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.formats.packed_checkpoint import PackedTensor, read_packed
 from sparsellm.extensions.packed.packed_files import packed_entries
-from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.linear import PackedLinear
-from sparsellm.formats.packed_checkpoint import PackedTensor, read_packed
 from sparsellm.runtime import native
 from tests.fuzzing import TooSlow, limited
 from tests.meter import start_peak, status_of

@@ -41,11 +41,11 @@ def run(
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from sparsellm.pipeline import sensitivities as stages
-    from sparsellm.pipeline.journal import Journal
+    from sparsellm.extensions.recover import model_training
+    from sparsellm.outputs.journal import Journal
     from tests.short_training import app
 
-    stages.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
+    model_training.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
     append = Journal._append
 
     def append_and_die(self: Journal, entry: Mapping[str, Any]) -> None:
@@ -133,8 +133,8 @@ def kill_at(server: ForkServerContext, words: Sequence[object], output: Path, en
 
     The process sends the signal to itself: a signal from here may come when a short run has already ended.
     """
-    from sparsellm.pipeline.journal import JOURNAL
-    from sparsellm.pipeline.output_folder import WORK
+    from sparsellm.outputs.folder import WORK
+    from sparsellm.outputs.journal import JOURNAL
 
     killed_at = (str(output / WORK / JOURNAL), entry)
     process = server.Process(target=run, args=([*map(str, words)], os.devnull, killed_at))

@@ -14,11 +14,10 @@ from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.walk import Activations
 from sparsellm.extensions.recover.block_recovery import BlockRecovery
 from sparsellm.extensions.recover.run import recover_blocks
-from sparsellm.methods import BlockMethod, Plan
+from sparsellm.methods import BlockMethod, Plan, Step
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import sequential
-from sparsellm.pipeline.sequential import Step
 
 
 def loaded(model: PreTrainedModel, compute: torch.dtype | None = None, **settings: Any) -> LoadedModel:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from sparsellm.extensions.recover.block_recovery import BlockRecovery
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
-from sparsellm.methods import BlockResult
-from sparsellm.pipeline.sequential import Step
+from sparsellm.methods import BlockResult, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,14 +22,14 @@ from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.block_recovery import BlockRecovery
 from sparsellm.extensions.recover.run import recover_blocks
-from sparsellm.extensions.recover.training.block_training import split_batches
 from sparsellm.extensions.recover.training.distillation import distill, group_batches, last_states
 from sparsellm.extensions.recover.training.generation import generate_samples
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import LAYER_RESULT
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.saving import Result
+from sparsellm.outputs.saving import Result
 from sparsellm.runtime import collectives, devices, process_group
+from sparsellm.texts.padding import split_batches
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {

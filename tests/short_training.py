@@ -1,7 +1,7 @@
 """The command line with fewer gradient steps by default, for `prune --effort best` on small models."""
 
 from sparsellm.cli.app import app
-from sparsellm.pipeline.recipe import SCOPE_STEPS
+from sparsellm.extensions.recover.recipe import SCOPE_STEPS
 
 SCOPE_STEPS["model"] = 100
 

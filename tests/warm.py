@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.work_directory import work_directory
+from sparsellm.recipes.recipe import Recipe
 from tests.conftest import byte_tokenizer
 
 SIZES = {"vocab_size": 260, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from sparsellm.activations.walk import walk as walk
     from sparsellm.errors import SingularGram as SingularGram
     from sparsellm.errors import SparseLLMError as SparseLLMError
+    from sparsellm.extension import Extension as Extension
     from sparsellm.extensions.integers.compressed_export import export as export
+    from sparsellm.extensions.packed.formats.transformers import load as load
+    from sparsellm.extensions.packed.formats.transformers import register as register
     from sparsellm.extensions.packed.packing import pack as pack
     from sparsellm.extensions.packed.packing import unpack as unpack
     from sparsellm.extensions.planning.interface import plan as plan
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from sparsellm.extensions.studies.interface import report as report
     from sparsellm.extensions.studies.interface import search as search
     from sparsellm.extensions.studies.interface import sweep as sweep
-    from sparsellm.formats.transformers import load as load
     from sparsellm.methods import BlockMethod as BlockMethod
     from sparsellm.methods import BlockResult as BlockResult
     from sparsellm.methods import LayerResult as LayerResult
@@ -43,17 +45,17 @@ if TYPE_CHECKING:
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.models.blocks import Block as Block
     from sparsellm.models.blocks import blocks_of as blocks_of
+    from sparsellm.outputs.inspection import inspect as inspect
+    from sparsellm.outputs.report import Report as Report
+    from sparsellm.outputs.report import load_report as load_report
+    from sparsellm.outputs.saving import Result as Result
+    from sparsellm.outputs.verification import verify as verify
     from sparsellm.pipeline.evaluate import evaluate as evaluate
     from sparsellm.pipeline.evaluate import perplexity as perplexity
-    from sparsellm.pipeline.inspection import inspect as inspect
     from sparsellm.pipeline.interface import prune as prune
-    from sparsellm.pipeline.plan import uniform_plan as uniform_plan
-    from sparsellm.pipeline.recipe import Recipe as Recipe
-    from sparsellm.pipeline.report import Report as Report
-    from sparsellm.pipeline.report import load_report as load_report
-    from sparsellm.pipeline.saving import Result as Result
     from sparsellm.pipeline.sequential import prune_blocks as prune_blocks
-    from sparsellm.pipeline.verification import verify as verify
+    from sparsellm.recipes.plan import uniform_plan as uniform_plan
+    from sparsellm.recipes.recipe import Recipe as Recipe
     from sparsellm.solvers import LayerSolver as LayerSolver
     from sparsellm.solvers import Magnitude as Magnitude
     from sparsellm.solvers import Wanda as Wanda
@@ -76,6 +78,7 @@ _CONTENTS = {
     "BlockMethod": "methods",
     "BlockResult": "methods",
     "CaptureRequest": "activations.streams",
+    "Extension": "extension",
     "FastADMM": "solvers.fast_admm",
     "Gram": "solvers.statistics",
     "InputRMS": "solvers.statistics",
@@ -88,10 +91,10 @@ _CONTENTS = {
     "Pattern": "solvers.patterns",
     "Plan": "methods",
     "PublishedSparseLLM": "methods.algorithm1",
-    "Recipe": "pipeline.recipe",
+    "Recipe": "recipes.recipe",
     "RecoveryRecipe": "extensions.recover.recipe",
-    "Report": "pipeline.report",
-    "Result": "pipeline.saving",
+    "Report": "outputs.report",
+    "Result": "outputs.saving",
     "SingularGram": "errors",
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",
@@ -107,9 +110,9 @@ _CONTENTS = {
     "evaluate": "pipeline.evaluate",
     "export": "extensions.integers.compressed_export",
     "fixed_masks": "extensions.recover.training.fixed_masks",
-    "inspect": "pipeline.inspection",
-    "load": "formats.transformers",
-    "load_report": "pipeline.report",
+    "inspect": "outputs.inspection",
+    "load": "extensions.packed.formats.transformers",
+    "load_report": "outputs.report",
     "pack": "extensions.packed.packing",
     "parse_pattern": "solvers.patterns",
     "perplexity": "pipeline.evaluate",
@@ -119,12 +122,13 @@ _CONTENTS = {
     "prune_blocks": "pipeline.sequential",
     "prune_layer": "methods.layerwise",
     "recover": "extensions.recover.interface",
+    "register": "extensions.packed.formats.transformers",
     "report": "extensions.studies.interface",
     "search": "extensions.studies.interface",
     "sweep": "extensions.studies.interface",
-    "uniform_plan": "pipeline.plan",
+    "uniform_plan": "recipes.plan",
     "unpack": "extensions.packed.packing",
-    "verify": "pipeline.verification",
+    "verify": "outputs.verification",
     "walk": "activations.walk",
 }
 

@@ -36,12 +36,12 @@ class Extension:
         options: By the name of a command that runs recipes, classes of further options: subclasses of
             `sparsellm.cli.run_options.RunOptions`.
         fields: By "prune", classes of further fields of its recipes, which become options and keywords too: subclasses of
-            `sparsellm.pipeline.recipe_fields.FurtherFields`.
+            `sparsellm.recipes.fields.FurtherFields`.
         readers: By the `quant_method` in config.json, a reader of weights that are stored in another form: a class with the
             attributes of `sparsellm.checkpoints.readers.Reader`.
         sections: By its name in sparsellm.json, a class of a part of reports: a subclass of
-            `sparsellm.pipeline.results.Section`.
-        recipes: By the command that runs it, a class of recipes: a subclass of `sparsellm.pipeline.recipe.RunRecipe`.
+            `sparsellm.outputs.sections.Section`.
+        recipes: By the command that runs it, a class of recipes: a subclass of `sparsellm.recipes.recipe.RunRecipe`.
         steps: By its name in `RunRecipe.steps_after`, a class of what the whole model goes through after its blocks, with the
             methods of `sparsellm.pipeline.steps.ModelStep`.
         patterns: By any name, a class of sparsity patterns: a subclass of `sparsellm.solvers.patterns.Pattern`.

@@ -15,8 +15,8 @@ from typer.testing import Result
 from sparsellm.allocation.rules import round_to_total
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.pipeline.plan import plan_from_file
-from sparsellm.pipeline.selection import LayerName
+from sparsellm.recipes.plan import plan_from_file
+from sparsellm.recipes.selection import LayerName
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.conftest import report_of
 

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import Result
 
 from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.pipeline.recipe_fields import METHODS
+from sparsellm.recipes.fields import METHODS
 from tests.fuzzing import limited
 
 Command = Callable[..., Result]
@@ -349,7 +349,7 @@ def test_failure_while_writing_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr("sparsellm.pipeline.saving.write_shard", full)
+    monkeypatch.setattr("sparsellm.outputs.saving.write_shard", full)
     words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
     refused(command(*words), "disk is full", "3 blocks are finished and kept", "--resume")
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]

@@ -17,11 +17,11 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.packed import speed
 from sparsellm.extensions.packed.card import record_speed
 from sparsellm.extensions.packed.decoding_speed import CEILING, KERNEL, PACKED, TORCH, Speed
+from sparsellm.extensions.packed.formats import kernels, memory_reads
+from sparsellm.extensions.packed.formats import transformers as packed_transformers
 from sparsellm.extensions.packed.sizes import Packed
 from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.speed_plots import SPEED_COLUMNS
-from sparsellm.formats import kernels, memory_reads
-from sparsellm.formats import transformers as packed_transformers
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]

@@ -19,10 +19,11 @@ from sparsellm.errors import CannotResume, InvalidSetting, VerificationFailed
 from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.extensions.studies.search import search_sparsity
 from sparsellm.extensions.studies.target import Target
-from sparsellm.pipeline import input_digests, measuring
-from sparsellm.pipeline.events import Event, NextRun, Note
-from sparsellm.pipeline.input_digests import run_inputs, text_contents
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.observers.events import Event, NextRun, Note
+from sparsellm.outputs import input_digests
+from sparsellm.outputs.input_digests import run_inputs, text_contents
+from sparsellm.pipeline import measuring
+from sparsellm.recipes.file import read_recipe
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

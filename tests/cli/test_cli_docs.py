@@ -17,9 +17,9 @@ from sparsellm.cli.app import app
 from sparsellm.cli.options import recipe_options
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import ALLOCATIONS, METHODS, MethodName, SolverName
-from sparsellm.pipeline.recipe_methods import SOLVERS
+from sparsellm.recipes.fields import ALLOCATIONS, METHODS, MethodName, SolverName
+from sparsellm.recipes.methods import SOLVERS
+from sparsellm.recipes.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]

@@ -13,7 +13,7 @@ from typer.testing import Result
 from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.demonstration import DemoRow
-from sparsellm.pipeline.recipe_fields import METHODS
+from sparsellm.recipes.fields import METHODS
 from sparsellm.texts.samples import test_windows
 from tests.conftest import report_of
 

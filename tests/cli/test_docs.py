@@ -21,7 +21,7 @@ import yaml
 from typer.testing import Result
 
 from sparsellm.models.architectures import ARCHITECTURES
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.yaml_files import read_mapping
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.pipeline.events import EventLog, Note
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.output_folder import LOG, WORK
+from sparsellm.observers.events import EventLog, Note
+from sparsellm.outputs.folder import LOG, WORK
+from sparsellm.outputs.journal import Journal
 from tests.conftest import report_of
 
 Command = Callable[..., Result]
@@ -39,7 +39,12 @@ def test_every_event_is_a_line(tiny: dict[str, Path], text_file: Path, tmp_path:
     found, report = lines_of((out / LOG).read_text(encoding="utf-8")), report_of(out)
     by_kind = {kind: [x["fields"] for x in found if x["event"] == kind] for kind in {x["event"] for x in found}}
     assert by_kind["Begun"] == [
-        {"name": "out", "recipe": report["recipe"], "environment": report["environment"], "tight": False}
+        {
+            "name": "out",
+            "recipe": {name: x for name, x in report["recipe"].items() if name != "command"},
+            "environment": report["environment"],
+            "tight": False,
+        }
     ]
     layers = [layer for block in report["blocks"] for layer in block["layers"]]
     assert [(x["name"], x["zeros"], x["error"]) for x in by_kind["LayerResult"]] == [

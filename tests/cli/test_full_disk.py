@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up(
     name: str, made: dict[str, Path], tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparsellm.extensions.packed.packed_files.FileWriter.add", full)
-    monkeypatch.setattr("sparsellm.pipeline.saving.write_shard", full)
+    monkeypatch.setattr("sparsellm.outputs.saving.write_shard", full)
     line = [word.format(**made) for word in CONVERSIONS.get(name, ("prune", str(tiny["opt"])))]
     out = tmp_path / "out"
     ran = command(*line, out, *(("--method", "magnitude") if name == "prune" else ()))

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from sparsellm.cli import info
 from sparsellm.cli.app import app
 from sparsellm.extensions.packed import facts
-from sparsellm.formats import kernels, memory_reads
-from sparsellm.pipeline.recipe_fields import METHODS
+from sparsellm.extensions.packed.formats import kernels, memory_reads
+from sparsellm.recipes.fields import METHODS
 
 ROOT = Path(__file__).parents[2]
 

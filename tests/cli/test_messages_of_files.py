@@ -20,8 +20,8 @@ from sparsellm.checkpoints.tensor_index import TensorLocation, read_stored
 from sparsellm.cli.console import text_table
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.extensions.packed.packed_files import packed_entries
-from sparsellm.pipeline import selection
-from sparsellm.pipeline.selection import name_matcher
+from sparsellm.recipes import selection
+from sparsellm.recipes.selection import name_matcher
 from sparsellm.texts.texts import read_text
 from tests.cli.test_bad_input import refused
 

@@ -78,9 +78,9 @@ def test_report_and_card_say_the_sizes(packed: Path, outputs: dict[str, Path]) -
     assert not matrices["model.decoder.embed_tokens.weight"]["packed"]
     card = (packed / "README.md").read_text()
     assert "The zeros are not stored" in card
-    assert "`import sparsellm.formats.transformers` first" in card
+    assert "call `sparsellm.register()` first" in card
     assert "stored as ordinary numbers" not in card
-    assert "```python\nimport sparsellm.formats.transformers\nfrom transformers import" in card
+    assert "```python\nimport sparsellm\n\nsparsellm.register()\n\nfrom transformers import" in card
     assert "stored as ordinary numbers" in (outputs["opt"] / "README.md").read_text()
 
 

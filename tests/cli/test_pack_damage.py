@@ -26,9 +26,9 @@ from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
 from sparsellm.extensions.packed import conversion
 from sparsellm.extensions.packed import documents as packed_documents
+from sparsellm.extensions.packed.formats import packed_checkpoint
 from sparsellm.extensions.packed.packed_files import packed_entries
 from sparsellm.extensions.packed.reader import PackedWeight
-from sparsellm.formats import packed_checkpoint
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage

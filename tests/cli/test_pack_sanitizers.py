@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OPTConfig
 
 import sparsellm
-from sparsellm.formats import kernels
+from sparsellm.extensions.packed.formats import kernels
 from sparsellm.runtime import native
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "250"))

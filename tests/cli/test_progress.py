@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.pipeline.events import Event, Schedule, Stage
+from sparsellm.observers.events import Event, Schedule, Stage
 from sparsellm.texts.samples import test_windows
 
 Command = Callable[..., Result]
@@ -25,8 +25,8 @@ SMALL = ("--samples", 4, "--sequence-length", 32)
 @pytest.fixture(autouse=True)
 def fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain line for every event, with all of its parts."""
-    monkeypatch.setattr("sparsellm.pipeline.display.PLAIN_SHARE", 0.0)
-    monkeypatch.setattr("sparsellm.pipeline.display.PLAIN_LEAST", 0.0)
+    monkeypatch.setattr("sparsellm.observers.display.PLAIN_SHARE", 0.0)
+    monkeypatch.setattr("sparsellm.observers.display.PLAIN_LEAST", 0.0)
     monkeypatch.setenv("COLUMNS", "200")
 
 

@@ -19,10 +19,10 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.checkpoints.documents import without_paths
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.pipeline.card import fenced, plain
-from sparsellm.pipeline.path_names import PathNames
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.report import Report
+from sparsellm.outputs.card import fenced, plain
+from sparsellm.outputs.report import Report
+from sparsellm.recipes.path_names import PathNames
+from sparsellm.recipes.recipe import Recipe
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

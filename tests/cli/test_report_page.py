@@ -34,9 +34,9 @@ from sparsellm.extensions.studies.page import comparison_page, report_page, verd
 from sparsellm.extensions.studies.run_again import run_command, sweep_yaml
 from sparsellm.extensions.studies.run_plots import convergence, run_plots
 from sparsellm.extensions.studies.sweep_file import read_sweep
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_file import validated
-from sparsellm.pipeline.report import PrunedReport, Report, load_report
+from sparsellm.outputs.report import PrunedReport, Report, load_report
+from sparsellm.recipes.file import validated
+from sparsellm.recipes.recipe import Recipe
 from tests import made_up
 from tests.made_up import accuracy, perplexity
 
@@ -408,7 +408,7 @@ def test_errors_of_a_sweep_name_settings_as_it_was_started(
     def fail(*_: object, **__: object) -> None:
         raise TooLarge("Too large. Pass `batch_size=1`.")
 
-    monkeypatch.setattr("sparsellm.pipeline.run_set.prune_run", fail)
+    monkeypatch.setattr("sparsellm.pipeline.several.prune_run", fail)
     file, out = tmp_path / "sweep.yaml", tmp_path / "sweep"
     recipe = {"model": str(loud["llama"]), "method": "magnitude"}
     file.write_text(yaml.safe_dump({"recipe": recipe, "axes": {"sparsity": ["50%", "60%"]}}), encoding="utf-8")

@@ -29,8 +29,8 @@ from sparsellm.extensions.studies.sweep_runner import CellFolder
 from sparsellm.extensions.studies.target import Decision, Target, outcome, undecided_note
 from sparsellm.extensions.studies.target import point_of as real_point
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.events import NextRun, Note
-from sparsellm.pipeline.report import Report, load_report
+from sparsellm.observers.events import NextRun, Note
+from sparsellm.outputs.report import Report, load_report
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.cli.test_several import compared

@@ -14,11 +14,11 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting
+from sparsellm.extensions.recover.recipe import SCOPE_STEPS
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.output_folder import WORK
-from sparsellm.pipeline.recipe import SCOPE_STEPS
+from sparsellm.outputs.folder import WORK
+from sparsellm.outputs.journal import Journal
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
 
@@ -91,7 +91,7 @@ def test_what_the_dense_model_shows_is_found_once(
         monkeypatch.setattr(place, counted)
 
     for place in (
-        "pipeline.sensitivities.iterate_output_fisher",
+        "pipeline.dense_results.iterate_output_fisher",
         "activations.fisher_diagonal.run_backward",
         "extensions.recover.model_training.generate_samples",
     ):

@@ -24,9 +24,9 @@ from sparsellm.extensions.studies.sweep_runner import CellFolder, Outcome, read_
 from sparsellm.extensions.studies.sweep_tables import to_markdown
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline import cached_allocation, measuring
-from sparsellm.pipeline import sensitivities as stages
+from sparsellm.pipeline import dense_results as stages
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.file import read_recipe
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]

@@ -18,8 +18,8 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.extensions.sharing.tracking import Tracked
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.pipeline.events import Begun, Note
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.observers.events import Begun, Note
+from sparsellm.recipes.file import read_recipe
 from sparsellm.solvers.patterns import Unstructured
 from tests.conftest import report_of
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from typer.testing import Result
 
 import sparsellm
+from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
-from sparsellm.pipeline.output_folder import REPORT, WORK
+from sparsellm.outputs.folder import WORK
 from tests.cli.conftest import OUTPUTS
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
@@ -357,7 +358,7 @@ def test_what_is_no_output_is_refused(what: str, outputs: dict[str, Path], tmp_p
 
 def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither zeros nor the dense model tell what a kept weight should be: it is held against the memory."""
-    from sparsellm.pipeline import saving
+    from sparsellm.outputs import saving
 
     written = saving._document
 

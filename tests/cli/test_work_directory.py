@@ -21,9 +21,9 @@ from sparsellm import prune
 from sparsellm.errors import BadCheckpoint, TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
-from sparsellm.pipeline.journal import JOURNAL, Journal
-from sparsellm.pipeline.output_folder import SCALES_FILE, WORK
-from sparsellm.pipeline.output_lock import EXPORT, REPLACED
+from sparsellm.outputs.folder import SCALES_FILE, WORK
+from sparsellm.outputs.journal import JOURNAL, Journal
+from sparsellm.outputs.lock import EXPORT, REPLACED
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -314,9 +314,9 @@ def test_messages_agree(
         raise error
 
     if stage == cause == "verification":
-        monkeypatch.setattr("sparsellm.pipeline.verification.count_zeros", lambda _: -1)
+        monkeypatch.setattr("sparsellm.outputs.verification.count_zeros", lambda _: -1)
     elif stage == "verification":
-        monkeypatch.setattr("sparsellm.pipeline.saving.check_written", fail)
+        monkeypatch.setattr("sparsellm.outputs.saving.check_written", fail)
     else:
         ends(kept, error)
     ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")
@@ -409,7 +409,7 @@ def test_what_needs_the_whole_model_says_so(words: tuple[object, ...], tmp_path:
     model, *rest = words
     refused(
         command("prune", model, tmp_path / "out", *rest, "--effort", "best", *STREAMED),
-        "With gradient steps over it",
+        "needs the whole model in memory",
         "raise --max-memory",
     )
     assert list(tmp_path.iterdir()) == []

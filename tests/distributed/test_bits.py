@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.outputs.folder import SCALES_FILE
 from tests import processes
 from tests.conftest import report_of
 from tests.distributed.test_distributed import free_port, started

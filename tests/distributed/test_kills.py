@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 import sparsellm
-from sparsellm.pipeline.output_folder import LOG, REPORT, WORK, is_finished
-from sparsellm.pipeline.output_lock import EXPORT
+from sparsellm.checkpoints.files import REPORT
+from sparsellm.outputs.folder import LOG, WORK, is_finished
+from sparsellm.outputs.lock import EXPORT
 from tests import processes
 
 DRAWN = ("--calibration", "{text}", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")

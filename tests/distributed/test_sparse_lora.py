@@ -20,7 +20,7 @@ pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'sparsellm[trai
 from peft import LoraConfig
 from peft.utils.other import fsdp_auto_wrap_policy
 
-from sparsellm.peft import merge, sparse_lora
+from sparsellm.extensions.recover.peft import merge, sparse_lora
 from tests.adapting import TARGETS, adapted_model, adapter_of, in_process, train
 
 

@@ -13,14 +13,13 @@ from torch.nn.functional import linear, relu, silu
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from sparsellm.errors import UnsupportedModel
-from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
+from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Step
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.gate_update import solve_gate
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
-from sparsellm.pipeline.sequential import Step
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

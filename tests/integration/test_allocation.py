@@ -17,8 +17,8 @@ from sparsellm.allocation.rules import CAUTION, allocate, owl
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.outputs.journal import Journal
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
 

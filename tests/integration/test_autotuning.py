@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import sparsellm
-from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.kernel_library import Library
+from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.kernel_library import Library
 from sparsellm.models.sparse_matmul import max_density
-from sparsellm.pipeline import compute_dtype, startup
-from sparsellm.pipeline.journal import Journal
+from sparsellm.outputs.journal import Journal
+from sparsellm.pipeline import startup
 from sparsellm.runtime import autotuning, devices, products
 from sparsellm.runtime.native import load_library
 
@@ -38,10 +38,10 @@ def test_a_run_says_what_was_chosen(tiny: dict[str, Path], text_file: Path) -> N
     assert environment["float32 products"] == ("oneDNN" if products.uses_onednn() else "torch")
     assert environment["products in solvers"] == ("bfloat16" if devices.multiplies_bfloat16(CPU) else "float32")
     assert environment["zeros are skipped"] == f"from {100 * (1 - max_density()):.0f} % zeros on"
-    autotuning.adopt({**GAINS, compute_dtype.BFLOAT16_IN_PASSES: 9.0})  # by a resumed run
+    autotuning.adopt({**GAINS, startup.BFLOAT16_IN_PASSES: 9.0})  # by a resumed run
     again = sparsellm.prune(tiny["opt"], "wanda", "50%", **settings).report.environment
     assert again["zeros are skipped"] == environment["zeros are skipped"] != "from 80 % zeros on"
-    assert compute_dtype.bf16_pass_speedup(CPU) != 9.0
+    assert startup.bf16_pass_speedup(CPU) != 9.0
 
 
 def test_what_a_cpu_chose_says_nothing_of_a_gpu() -> None:

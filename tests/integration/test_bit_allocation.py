@@ -23,7 +23,7 @@ from sparsellm.extensions.integers.formats import WIDTHS, IntegerFormat
 from sparsellm.extensions.integers.quantization import DAMPING, gptq, round_to_nearest
 from sparsellm.methods import LayerResult
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families

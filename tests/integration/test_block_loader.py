@@ -27,8 +27,8 @@ from sparsellm.evaluation.perplexity import streamed_perplexity
 from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.outputs.journal import Journal
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused

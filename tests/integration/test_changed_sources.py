@@ -18,8 +18,8 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.errors import BadCheckpoint, SparseLLMError
 from sparsellm.extensions.packed import conversion, packing
+from sparsellm.outputs import saving
 from sparsellm.pipeline import prune as pruning
-from sparsellm.pipeline import saving
 from tests.pairwise import pairwise
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from sparsellm.extensions.integers.quantization import Quantized, Scales, round_
 from sparsellm.extensions.integers.scales_file import write_scales
 from sparsellm.extensions.packed.packing import pack
 from sparsellm.extensions.quantized.schemes import pack_integers, unpack_integers
-from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.outputs.folder import SCALES_FILE
 from tests.conftest import byte_tokenizer
 from tests.integration.test_packed_models import save_pruned
 

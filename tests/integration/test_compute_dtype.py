@@ -22,12 +22,12 @@ from sparsellm.evaluation.perplexity import streamed_perplexity
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
-from sparsellm.pipeline import compute_dtype, startup
-from sparsellm.pipeline.compute_dtype import bf16_pass_speedup, choose_products
-from sparsellm.pipeline.journal import Journal
+from sparsellm.outputs.journal import Journal
+from sparsellm.pipeline import startup
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_methods import method_of
+from sparsellm.pipeline.startup import bf16_pass_speedup, choose_products
+from sparsellm.recipes.methods import method_of
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.alps import ALPS
 from tests.conftest import long_unless
 from tests.integration.test_families import tiny as of_family
@@ -48,7 +48,7 @@ def loaded(family: str, products: torch.dtype | None) -> LoadedModel:
 @pytest.fixture
 def speedup(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets what the measurement gives."""
-    return lambda value: monkeypatch.setattr(compute_dtype, "bf16_pass_speedup", lambda device: value)
+    return lambda value: monkeypatch.setattr(startup, "bf16_pass_speedup", lambda device: value)
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def test_float32_is_that_of_the_solver_too(asked: str, rounds: bool) -> None:
 
 def test_magnitude_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without passes has no products to choose."""
-    monkeypatch.setattr(compute_dtype, "bf16_pass_speedup", None)
+    monkeypatch.setattr(startup, "bf16_pass_speedup", None)
     recipe, source = Recipe(model="m", method="magnitude"), SimpleNamespace(dtype=lambda _: HALF)
     ready = SimpleNamespace(source=source, device=CPU, recipe=recipe)
     assert choose_products(cast(Prepared, ready)) is None
@@ -202,7 +202,7 @@ def test_auto_is_one_of_the_two(
     tiny: dict[str, Path], text_file: Path, tmp_path: Path, speedup: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slow machine `auto` writes the bytes of float32, on a fast one those of bfloat16, and the report says which."""
-    monkeypatch.setattr(compute_dtype, "NARROW", 32)
+    monkeypatch.setattr(startup, "NARROW", 32)
     runs: dict[str, tuple[dict[str, Tensor], str]] = {}
     for name, setting, gain in (("32", "float32", 2), ("16", "bfloat16", 1), ("slow", "auto", 1), ("fast", "auto", 2)):
         speedup(gain)
@@ -263,7 +263,7 @@ def test_speedup_is_that_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same product in float32 and in bfloat16."""
     asked: list[str | None] = []
     seen: list[torch.dtype] = []
-    monkeypatch.setattr(compute_dtype, "linear", lambda *x: seen.append(torch.nn.functional.linear(*x).dtype))
+    monkeypatch.setattr(startup, "linear", lambda *x: seen.append(torch.nn.functional.linear(*x).dtype))
 
     def speedup(name: str, make: Any, machine: str | None) -> float:
         for function in make():
@@ -271,7 +271,7 @@ def test_speedup_is_that_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(machine)
         return 2.0
 
-    monkeypatch.setattr(compute_dtype, "speedup", speedup)
+    monkeypatch.setattr(startup, "speedup", speedup)
     assert bf16_pass_speedup(CPU) == 2
     assert asked == [None]
     assert seen == [FULL, HALF]

@@ -22,8 +22,8 @@ from sparsellm.extensions.packed.decoding_speed import (
     weight_bytes,
     with_own_kernel,
 )
-from sparsellm.formats import kernels, linear, memory_reads
-from sparsellm.formats.linear import PackedLinear
+from sparsellm.extensions.packed.formats import kernels, linear, memory_reads
+from sparsellm.extensions.packed.formats.linear import PackedLinear
 
 READ = 1000
 """Bytes a second that the made-up memory delivers to a thread."""

@@ -19,7 +19,7 @@ from sparsellm.errors import NonFinite
 from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.runtime import bf16_gram, devices
 from sparsellm.solvers import patterns, statistics
 from sparsellm.solvers.linalg import cholesky_, cholesky_ex_

@@ -29,7 +29,7 @@ from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.pruning import prune_blocks

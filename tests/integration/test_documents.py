@@ -175,7 +175,7 @@ def test_a_change_of_the_dtype_is_told(dense: Path, tmp_path: Path, command: Com
 
 def silent(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """An output whose files and report agree, as one that a run wrote in silence."""
-    from sparsellm.pipeline.verification import proven
+    from sparsellm.outputs.verification import proven
 
     report = report_of(folder)
     change(report)
@@ -234,9 +234,9 @@ def test_one_file_becomes_one_file_and_shards_stay_shards(tiny: dict[str, Path],
         out = tmp_path / f"out-{len(settings)}"
         ran = prune(shards, "magnitude", "50%", **settings) if not settings else None
         if ran is None:
+            from sparsellm.outputs.work_directory import work_directory
             from sparsellm.pipeline.prune import prune_run
-            from sparsellm.pipeline.recipe_file import read_recipe
-            from sparsellm.pipeline.work_directory import work_directory
+            from sparsellm.recipes.file import read_recipe
 
             recipe = read_recipe({"model": str(shards), "method": "magnitude", **settings})
             with work_directory(out, resume=False, restart=False) as work:

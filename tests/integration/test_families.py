@@ -29,16 +29,16 @@ from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.feedforward import PlainFeedForward
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.inspection import inspect
+from sparsellm.outputs.inspection import inspect
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.loading import check_runs, choose_placement, open_model
-from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.planning import estimate
 from sparsellm.pipeline.preparation import make_plan, prepare_pruning
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.stage_memory import pruning_memory
-from sparsellm.pipeline.work_directory import work_directory
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.pipeline import fingerprint
-from sparsellm.pipeline.events import Event, Note
-from sparsellm.pipeline.fingerprint import DenseCache, contents, environment, model_fingerprint
-from sparsellm.pipeline.journal import JOURNAL
+from sparsellm.observers.events import Event, Note
+from sparsellm.outputs import fingerprint
+from sparsellm.outputs.fingerprint import contents, environment, model_fingerprint
+from sparsellm.outputs.journal import JOURNAL
+from sparsellm.pipeline.dense_results import DenseCache
 
 
 @pytest.fixture

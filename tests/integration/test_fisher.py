@@ -19,7 +19,7 @@ from sparsellm.allocation import rules as allocation
 from sparsellm.allocation.rules import smallest_sums
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_allocation import caught, half_way

@@ -20,8 +20,8 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.architectures import ARCHITECTURES, Architecture
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.feedforward import PlainFeedForward
-from sparsellm.pipeline.inspection import inspect
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.outputs.inspection import inspect
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

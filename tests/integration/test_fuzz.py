@@ -25,16 +25,16 @@ from sparsellm.extensions.studies.sweep_runner import CellFolder, saved_sweep
 from sparsellm.extensions.studies.sweep_runner import _open as save_sweep
 from sparsellm.extensions.studies.sweep_tables import table, to_markdown
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.inspection import inspect, planned_patterns
-from sparsellm.pipeline.journal import Journal
+from sparsellm.outputs.finished import foreign_file, read_finished
+from sparsellm.outputs.inspection import inspect, planned_patterns
+from sparsellm.outputs.journal import Journal
+from sparsellm.outputs.report import load_report
 from sparsellm.pipeline.loading import check_vocabulary
-from sparsellm.pipeline.outputs import foreign_file, read_finished
-from sparsellm.pipeline.plan import plan_from_file, uniform_plan
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.recipe_methods import method_of
-from sparsellm.pipeline.report import load_report
-from sparsellm.pipeline.selection import LayerName
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.methods import method_of
+from sparsellm.recipes.plan import plan_from_file, uniform_plan
+from sparsellm.recipes.recipe import Recipe
+from sparsellm.recipes.selection import LayerName
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.texts import read_text
 from tests.conftest import save_small

@@ -23,9 +23,9 @@ from sparsellm.models.architectures import ARCHITECTURES, ROUTERS
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.experts import expert_members, experts_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.inspection import inspect
+from sparsellm.outputs.inspection import inspect
 from sparsellm.pipeline.loading import check_runs
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram

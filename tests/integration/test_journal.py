@@ -16,14 +16,13 @@ from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, CannotResume, InvalidSetting
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
-from sparsellm.methods import BlockMethod, BlockResult, LayerResult, Plan
+from sparsellm.methods import BlockMethod, BlockResult, LayerResult, Plan, Step
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.plan import uniform_plan
-from sparsellm.pipeline.sequential import Step
+from sparsellm.outputs.journal import Journal
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern

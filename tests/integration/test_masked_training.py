@@ -14,16 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from sparsellm.activations.streams import Stream
 from sparsellm.activations.walk import Activations
-from sparsellm.extensions.recover.training.block_training import refine_block, split_batches, windows_a_step
+from sparsellm.extensions.recover.training.block_training import refine_block
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam, Pieces
-from sparsellm.methods import BlockResult, Plan, TrainingResult
+from sparsellm.methods import BlockResult, Plan, Step, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
-from sparsellm.pipeline.sequential import Step
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.texts.padding import split_batches, windows_a_step
 from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 

@@ -21,8 +21,8 @@ from sparsellm.extensions.planning.measured_plan import plan_pruning
 from sparsellm.extensions.planning.run_plan import MeasuredTime, RunPlan
 from sparsellm.extensions.recover.model_training import GENERATING, TRAINING
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.pipeline.events import WRITING, Advanced, Measured, Note, Stage
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.observers.events import WRITING, Advanced, Measured, Note, Stage
+from sparsellm.recipes.file import read_recipe
 from tests.cli.test_bad_input import refused
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from sparsellm.activations.walk import Activations
 from sparsellm.methods import LayerResult
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.runtime.offload import DEVICE, DISK, OffloadManager
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern

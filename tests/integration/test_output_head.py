@@ -33,9 +33,9 @@ from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.coverage import coverage_of
 from sparsellm.models.output_head import blocks_and_head, logits_of_states, outside_parameters, states_entering_head
-from sparsellm.pipeline.inspection import inspect
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.plan import list_layers, uniform_plan
+from sparsellm.outputs.inspection import inspect
+from sparsellm.outputs.journal import Journal
+from sparsellm.recipes.plan import list_layers, uniform_plan
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem

@@ -11,11 +11,14 @@ import pytest
 from typer.testing import Result
 
 import sparsellm
+from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import OutputExists
 from sparsellm.extensions.integers import compressed_export
 from sparsellm.extensions.packed import packing
-from sparsellm.pipeline import output_lock, saving, several, work_directory
-from sparsellm.pipeline.output_folder import REPORT, WORK
+from sparsellm.outputs import lock as output_lock
+from sparsellm.outputs import saving, work_directory
+from sparsellm.outputs.folder import WORK
+from sparsellm.pipeline import several
 from tests.conftest import long_unless
 
 Command = Callable[..., Result]

@@ -25,11 +25,11 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.extensions.packed.decoding_speed import weight_bytes
+from sparsellm.extensions.packed.formats import transformers as packed_transformers
+from sparsellm.extensions.packed.formats import weight_converter
+from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.formats.packed_experts import PackedExperts
 from sparsellm.extensions.packed.packing import pack, unpack
-from sparsellm.formats import transformers as packed_transformers
-from sparsellm.formats import weight_converter
-from sparsellm.formats.linear import PackedLinear
-from sparsellm.formats.packed_experts import PackedExperts
 from tests.conftest import TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
 
@@ -411,7 +411,11 @@ def test_transformers_without_this_package_raises(packed_models: Callable[..., t
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "order", ["sparsellm.formats.transformers, transformers", "transformers, sparsellm.formats.transformers"]
+    "order",
+    [
+        "sparsellm.extensions.packed.formats.transformers, transformers",
+        "transformers, sparsellm.extensions.packed.formats.transformers",
+    ],
 )
 def test_one_import_registers_the_format_in_any_order(packed_models: Callable[..., tuple[Path, Path]], order: str) -> None:
     code = f"""if True:

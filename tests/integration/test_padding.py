@@ -26,21 +26,21 @@ from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.fisher_diagonal import weight_costs
 from sparsellm.activations.sensitivity import layer_curvatures, output_fisher
 from sparsellm.activations.walk import walk
-from sparsellm.extensions.recover.training.block_training import refine_block, split_batches
+from sparsellm.extensions.recover.training.block_training import refine_block
 from sparsellm.extensions.recover.training.distillation import distill, group_batches, last_states
 from sparsellm.extensions.recover.training.generation import generate_samples
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods.feedforward_problem import HELD
 from sparsellm.methods.layerwise import LayerWise, collect_statistics
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.events import Note
-from sparsellm.pipeline.plan import uniform_plan
+from sparsellm.observers.events import Note
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.statistics import Gram
 from sparsellm.texts.in_memory import read_in_memory
-from sparsellm.texts.padding import PADDING, sequence_lengths, unpadded_batches
+from sparsellm.texts.padding import PADDING, sequence_lengths, split_batches, unpadded_batches
 from tests.conftest import long_unless
 from tests.integration.test_sensitivity import outputs_of
 from tests.pruning import prune_blocks

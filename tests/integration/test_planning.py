@@ -19,12 +19,12 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.planning.measured_plan import plan_pruning
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.events import LOADING, Note, Stage
+from sparsellm.observers.events import LOADING, Note, Stage
+from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.recipe_methods import SOLVERS
 from sparsellm.pipeline.token_sequences import draw_windows
-from sparsellm.pipeline.work_directory import work_directory
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.methods import solver_named
 from sparsellm.runtime.products import bf16_solver_speedup
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem, solve_bytes
@@ -162,9 +162,9 @@ def test_a_solve_takes_the_memory_that_the_solver_says(solver: str, curved: bool
         with Meter() as meter:
             meter.hold([weight, gram.view, *([] if curvature is None else [curvature])])
             before = meter.live["cpu"]
-            SOLVERS[solver]().solve(LayerProblem(weight, gram, curvature), parse_pattern("70%"))
+            solver_named(solver).solve(LayerProblem(weight, gram, curvature), parse_pattern("70%"))
             held = meter.peak["cpu"] - before
-        told = solve_bytes(SOLVERS[solver](), [(outputs, inputs)], curved=curved) - weight.nbytes
+        told = solve_bytes(solver_named(solver), [(outputs, inputs)], curved=curved) - weight.nbytes
         assert told == pytest.approx(held, rel=0.5)
 
 

@@ -18,14 +18,14 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.journal import Journal
+from sparsellm.outputs.journal import Journal
+from sparsellm.outputs.report import Report
 from sparsellm.pipeline.loading import choose_placement, open_model
-from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.planning import estimate, fit_to_memory
 from sparsellm.pipeline.preparation import make_plan, prepare_pruning
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.stage_memory import pruning_memory
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_block_loader import saved, windows

@@ -23,9 +23,9 @@ from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPack
 from sparsellm.extensions.recover.interface import RecoveryKeywords
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
-from sparsellm.pipeline.events import NextRun, Note, Stage
-from sparsellm.pipeline.keyword_types import EvaluationKeywords, PruneKeywords
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.observers.events import NextRun, Note, Stage
+from sparsellm.recipes.keyword_types import EvaluationKeywords, PruneKeywords
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.in_memory import CalibrationData
 
 
@@ -103,7 +103,7 @@ def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Pa
 
 def test_shards_index_and_chat_template(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model in memory is written in shards with an index, with its tokenizer and chat template; all verified."""
-    monkeypatch.setattr("sparsellm.pipeline.saving.SHARD_SIZE", "20KB")
+    monkeypatch.setattr("sparsellm.outputs.saving.SHARD_SIZE", "20KB")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny["llama"]), AutoTokenizer.from_pretrained(tiny["llama"])
     tokenizer.chat_template = "{{ messages }}"
     out = sparsellm.prune(model, "magnitude", "3:4", tokenizer=tokenizer).save_pretrained(tmp_path / "out")

@@ -20,7 +20,6 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.extensions.recover.block_recovery import RATE
 from sparsellm.extensions.recover.model_training import model_step
 from sparsellm.extensions.recover.training import distillation
-from sparsellm.extensions.recover.training.block_training import split_batches
 from sparsellm.extensions.recover.training.distillation import (
     adam_for,
     distill,
@@ -31,9 +30,10 @@ from sparsellm.extensions.recover.training.generation import generate_samples
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.studies.page import report_page
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.events import Event
-from sparsellm.pipeline.inspection import inspect
-from sparsellm.pipeline.output_folder import WORK
+from sparsellm.observers.events import Event
+from sparsellm.outputs.folder import WORK
+from sparsellm.outputs.inspection import inspect
+from sparsellm.texts.padding import split_batches
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -410,7 +410,7 @@ def test_what_the_command_refuses(
     refused(command("recover", sound, sound, *words, *text, "--resume"), "never overwritten")
     refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "sparsellm did not write")
     refused(command("recover", sound, tmp_path / "out", *words), "Recovery needs a calibration text", "--calibration")
-    refused(command("recover", sound, tmp_path / "out", *words, *text, "--offload"), "whole model must be in memory")
+    refused(command("recover", sound, tmp_path / "out", *words, *text, "--offload"), "needs the whole model in memory")
     refused(command("recover", sound, tmp_path / "out", *text), "Missing option '--against'", status=2)
     assert not (tmp_path / "out").exists()
     ran = command("recover", sound, tmp_path / "out", *words, *text, "--json")

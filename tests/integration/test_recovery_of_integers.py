@@ -21,7 +21,7 @@ from sparsellm.extensions.integers.scales_file import read_scales
 from sparsellm.extensions.recover import model_training as training
 from sparsellm.extensions.recover.training import distillation
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
-from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.outputs.folder import SCALES_FILE
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of

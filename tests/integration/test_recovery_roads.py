@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from sparsellm import load_report, pack, prune, recover, unpack, verify
 from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.recover import model_training as training
+from sparsellm.extensions.recover.recipe import SCOPE_STEPS
 from sparsellm.extensions.recover.training import distillation
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.studies.page import report_page
-from sparsellm.pipeline import recipe
 from sparsellm.runtime import products
 from tests import processes
 from tests.cli.test_bad_input import refused
@@ -101,7 +101,7 @@ def test_products_of_large_layers(
 @pytest.mark.parametrize("family", [long_unless(family == "opt", family) for family in ("opt", "llama")])
 def test_best_effort_of_a_bundled_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the usual size, on this processor's own products."""
-    monkeypatch.setitem(recipe.SCOPE_STEPS, "model", 4)
+    monkeypatch.setitem(SCOPE_STEPS, "model", 4)
     monkeypatch.setattr(distillation, "MODEL_ADAM", MaskedAdam(4, 1e-4))
     shape: dict[str, int] = {"samples": 8, "sequence_length": 128}
     report = prune(f"demo:{family}", effort="best", sparsity="80%", calibration="demo", **shape).report

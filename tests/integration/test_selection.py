@@ -16,8 +16,8 @@ from typer.testing import Result
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pipeline.plan import list_layers, uniform_plan
-from sparsellm.pipeline.selection import layer_names, name_matcher
+from sparsellm.recipes.plan import list_layers, uniform_plan
+from sparsellm.recipes.selection import layer_names, name_matcher
 from sparsellm.solvers.patterns import NM, Unstructured
 
 Command = Callable[..., Result]

@@ -211,5 +211,5 @@ def test_a_killed_run_goes_on(tiny: dict[str, Path], text_file: Path, tmp_path: 
 
 @pytest.mark.long
 def test_the_waits_in_the_documentation() -> None:
-    """The table of docs/architecture.md is what the simulation counts."""
+    """The table of docs/decisions.md is what the simulation counts."""
     ran(SIMULATION, ROOT / "docs" / "make_waits.py", "--check")

@@ -27,7 +27,7 @@ from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PolyConfig, Promp
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import Trainer
 
-from sparsellm.peft import merge, sparse_lora
+from sparsellm.extensions.recover.peft import merge, sparse_lora
 
 TARGETS: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": ["q_proj", "down_proj"]},

@@ -20,8 +20,8 @@ from sparsellm.models import sparse_matmul
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.models.sparse_matmul import SparseMatmul, load_library
-from sparsellm.pipeline.plan import uniform_plan
 from sparsellm.pipeline.sequential import prune_blocks
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers.linalg import allclose_bf16
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT

@@ -11,9 +11,9 @@ from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_methods import method_of
+from sparsellm.recipes.methods import method_of
+from sparsellm.recipes.plan import uniform_plan
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

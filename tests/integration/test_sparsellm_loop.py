@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from sparsellm.activations.sensitivity import output_fisher
-from sparsellm.methods import EpochResult, LayerResult, block_solver
+from sparsellm.methods import EpochResult, LayerResult, Step, block_solver
 from sparsellm.methods.block_solver import BlockSolver
 from sparsellm.methods.feedforward_problem import FeedForwardProblem, PartWeights
 from sparsellm.methods.gauss_newton import gauss_newton_changes
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.sequential import Step
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import parse_pattern

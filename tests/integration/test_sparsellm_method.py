@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, Pretraine
 from sparsellm.activations.output_cache import BlockDataflow, trace_dataflow
 from sparsellm.activations.sensitivity import layer_curvatures, output_fisher
 from sparsellm.activations.streams import CaptureRequest
-from sparsellm.methods import EpochResult, LayerResult, targets
+from sparsellm.methods import EpochResult, LayerResult, Step, targets
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pipeline.plan import uniform_plan
-from sparsellm.pipeline.sequential import Step
+from sparsellm.recipes.plan import uniform_plan
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern

@@ -19,7 +19,7 @@ import sparsellm
 from sparsellm.checkpoints import block_loader
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import BadCheckpoint, SparseLLMError, UnsupportedModel
-from sparsellm.pipeline.verification import verify
+from sparsellm.outputs.verification import verify
 from tests.conftest import byte_tokenizer, long_unless
 from tests.integration.test_families import GATED, tensors_of, written
 

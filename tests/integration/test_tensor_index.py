@@ -19,9 +19,9 @@ from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, _read_elements, stored_row_chunks
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.inspection import inspect
+from sparsellm.outputs.inspection import inspect
+from sparsellm.outputs.verification import verify
 from sparsellm.pipeline.loading import check_names
-from sparsellm.pipeline.verification import verify
 from tests.integration.test_families import tensors_of, written
 
 ROOT = Path(__file__).parents[2]

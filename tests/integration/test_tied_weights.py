@@ -17,10 +17,10 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
-from sparsellm.pipeline.inspection import inspect
+from sparsellm.outputs.inspection import inspect
+from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_file import read_recipe
-from sparsellm.pipeline.work_directory import work_directory
+from sparsellm.recipes.file import read_recipe
 from tests.cli.test_headers import refused_by_all
 from tests.conftest import byte_tokenizer, long_unless, report_of
 from tests.integration.test_families import CONFIGS, GATED, tensors_of, written

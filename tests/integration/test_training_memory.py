@@ -26,8 +26,8 @@ from sparsellm.extensions.recover.training import distillation
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.recover.training.memory import COPIES, predictions_bytes, trained_bytes
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.events import Begun
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.observers.events import Begun
+from sparsellm.recipes.file import read_recipe
 from sparsellm.runtime.memory import (
     available,
     check_fits,

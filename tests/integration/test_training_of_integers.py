@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 import sparsellm
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales
+from sparsellm.extensions.recover.recipe import SCOPE_STEPS
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.recipe import SCOPE_STEPS
 from tests.integration.test_bit_allocation import packed_bits
 
 COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}

@@ -20,7 +20,7 @@ pytest.importorskip("trl", reason="the trainers are TRL's: pip install 'sparsell
 import trl
 from peft import LoraConfig, PeftModel
 
-from sparsellm.peft import merge, sparse_lora
+from sparsellm.extensions.recover.peft import merge, sparse_lora
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
 QUESTIONS = [{"role": "user", "content": f"what is {number}"} for number in range(8)]

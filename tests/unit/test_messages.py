@@ -14,9 +14,9 @@ import typer
 from sparsellm.cli.app import app
 from sparsellm.cli.console import in_options
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
-from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.events import Note
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.observers.display import Display
+from sparsellm.observers.events import Note
+from sparsellm.recipes.recipe import Recipe
 
 PACKAGE = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "src" / "sparsellm"
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ OF_FUNCTIONS |= {"adapter_names", "cpu_ram_efficient_loading", "fsdp", "init_lor
 OF_FUNCTIONS |= {"mask", "out", "row_starts", "state_dict"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
-OTHER_PROGRAMS = {"hf auth login", "import sparsellm.formats.transformers"} | {
+OTHER_PROGRAMS = {"hf auth login", "sparsellm.register()"} | {
     f"sparsellm {command}" for command in ("bench", "prune MODEL OUT", "unpack")
 }
 
@@ -56,7 +56,7 @@ def messages(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
 
 
-OUTSIDE = {"cli", "recipe_fields.py", "commands.py", "run_again.py"}
+OUTSIDE = {"cli", "fields.py", "recipe_fields.py", "commands.py", "facts.py", "run_again.py"}
 """The command line, the descriptions that its help and the docstrings of Python share, and the commands in reports."""
 
 LIBRARY = [path for path in sorted(PACKAGE.rglob("*.py")) if not OUTSIDE & set(path.relative_to(PACKAGE).parts)]

@@ -23,7 +23,7 @@ LET_PASS = ("raise_unless_damaged(error)", "out_of_memory(error)", "MemoryError"
 ELSEWHERE = {
     "extension.py": "imports of other packages",
     "cli/run_options.py": "imports of other packages",
-    "peft.py": "an adapter on a model that is in memory already",
+    "extensions/recover/peft.py": "an adapter on a model that is in memory already",
     "runtime/devices.py": "the trial of a device",
     "texts/tokenized.py": "a template may ask for endless memory",
     "extensions/sharing/hub.py": "an upload",
@@ -68,7 +68,7 @@ def test_every_kind_is_known(error: Exception) -> None:
     [
         ("prune", ("prune", "demo:opt", "OUT/new", "--method", "magnitude"), "sparsellm.pipeline.several.run_each"),
         ("plan", ("plan", "demo:opt", "--method", "magnitude"), "sparsellm.extensions.planning.measured_plan.plan_pruning"),
-        ("verify", ("verify", "OUT"), "sparsellm.pipeline.verification.verify"),
+        ("verify", ("verify", "OUT"), "sparsellm.outputs.verification.verify"),
         ("pack", ("pack", "demo:opt", "OUT/new"), "sparsellm.extensions.packed.packing.pack"),
         ("report", ("report", "OUT"), "sparsellm.extensions.studies.interface.report"),
     ],

@@ -30,6 +30,9 @@ WEIGHTS = frozenset({
 WORK = ".sparsellm"
 """Name of the work folder in an unfinished output; a finished output has none."""
 
+REPORT = "sparsellm.json"
+"""Name of the report file beside the weights of an output."""
+
 UNFINISHED = "is unfinished. Finish it first: resume the run that writes it."
 """The end of messages about an output that is read before it is finished."""
 

@@ -23,13 +23,14 @@ from sparsellm.checkpoints.contradictions import check_doubles, check_fields, ch
 from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name, short_name
 from sparsellm.checkpoints.headers import check_dtypes, found_weights
+from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.checkpoints.opening import open_files, open_folder
 from sparsellm.checkpoints.readers import TensorHeader, is_lossless, reader_of
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, dtype_name, first_line
-from sparsellm.models.loaded_model import check_in_memory
+from sparsellm.models.loaded_model import check_in_memory, check_is_model
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
 from sparsellm.texts.json_files import read_json
@@ -299,3 +300,30 @@ def read_unmapped() -> Iterator[None]:
         yield
     finally:
         modeling_utils.safe_open = opened
+
+
+def named_model(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[dict[str, str], InMemoryModel | None]:
+    """The recipe's fields for a model, and the model with its tokenizer if it is in memory.
+
+    Raises:
+        InvalidSetting: The model is neither named nor a model of transformers, or not all of its weights are in memory.
+        UnsupportedModel: As `InMemoryModel`.
+    """
+    if isinstance(model, (str, Path)):
+        return {"model": str(model)}, None
+    check_is_model(model, "A model is a folder, a hub name, or a model of transformers in memory")
+    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
+
+
+def open_source(model: str | Path | PreTrainedModel, *, trusted: bool, packed: bool = False) -> Checkpoint | InMemoryModel:
+    """Open a checkpoint, which may be packed if `packed`, or take a model in memory.
+
+    Raises:
+        SparseLLMError: As `named_model` and `open_checkpoint`.
+    """
+    use_cache()
+    fields, source = named_model(model, None)
+    return source or open_checkpoint(fields["model"], trusted=trusted, packed=packed)

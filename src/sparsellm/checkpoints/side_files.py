@@ -43,7 +43,7 @@ class SideFile(Protocol):
         Args:
             folder: The folder of the checkpoint.
             model: The model, or a skeleton that gives the names of its parameters.
-            report: The `sparsellm.pipeline.report.Report` of the run, whose blocks have the `scales` of their layers.
+            report: The `sparsellm.outputs.report.Report` of the run, whose blocks have the `scales` of their layers.
 
         Returns:
             A note for the report; may be empty.

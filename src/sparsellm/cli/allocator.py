@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from sparsellm.pipeline.events import OPENING, Begun, Event, Stage
+from sparsellm.observers.events import OPENING, Begun, Event, Stage
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """glibc's parameter numbers for `mallopt`."""

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
-from sparsellm.pipeline.recipe_fields import RecipeFields
-from sparsellm.pipeline.wording import wording
+from sparsellm.observers.wording import wording
+from sparsellm.recipes.fields import RecipeFields
 from sparsellm.texts.paths import check_machine
 
 stderr = Console(stderr=True, emoji=False, markup=False)
@@ -152,8 +152,8 @@ def displayed(name: str, context: typer.Context, *, quiet: bool = False) -> Iter
     Yields:
         The function to call with what is done next.
     """
-    from sparsellm.pipeline.display import Display
-    from sparsellm.pipeline.events import Stage
+    from sparsellm.observers.display import Display
+    from sparsellm.observers.events import Stage
 
     with Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display:
         display(Stage(name))

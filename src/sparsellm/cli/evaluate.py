@@ -20,7 +20,7 @@ from sparsellm.cli.console import (
     stdout,
 )
 from sparsellm.errors import plural
-from sparsellm.pipeline.recipe_fields import EVALUATION
+from sparsellm.recipes.fields import EVALUATION
 
 
 # Python alone has `offload`: options of the command line are frozen.
@@ -44,9 +44,9 @@ def evaluate(
     with in_process_group(context) as is_main:
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.result_text import print_evaluation
-        from sparsellm.pipeline.display import Display
+        from sparsellm.observers.display import Display
         from sparsellm.pipeline.evaluate import evaluate_recipes
-        from sparsellm.pipeline.recipe_file import read_recipe
+        from sparsellm.recipes.file import read_recipe
 
         with Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display:
             keep_pages()
@@ -80,7 +80,7 @@ def inspect(
     """
     with report_errors(context):
         from sparsellm.cli.result_text import print_inspection
-        from sparsellm.pipeline.inspection import inspect as inspect_model
+        from sparsellm.outputs.inspection import inspect as inspect_model
 
         with displayed(f"reading {model}", context):
             result = inspect_model(model, against, expect, trust_remote_code=trust_remote_code)
@@ -110,7 +110,7 @@ def verify(
     """
     with report_errors(context):
         from sparsellm.errors import VerificationFailed
-        from sparsellm.pipeline.verification import verify as verify_output
+        from sparsellm.outputs.verification import verify as verify_output
 
         try:
             with displayed(f"verifying {output}", context):

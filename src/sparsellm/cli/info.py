@@ -55,8 +55,8 @@ def _examine() -> dict[str, Any]:
 
     from sparsellm.checkpoints.machine_cache import use_cache
     from sparsellm.models.sparse_matmul import max_density
-    from sparsellm.pipeline.compute_dtype import LEAST_GAIN, bf16_pass_speedup
-    from sparsellm.pipeline.recipe_fields import METHODS
+    from sparsellm.pipeline.startup import LEAST_GAIN, bf16_pass_speedup
+    from sparsellm.recipes.fields import METHODS
     from sparsellm.runtime import autotuning, devices
     from sparsellm.runtime.products import bf16_solver_speedup, onednn_speedup, uses_onednn
 

@@ -15,7 +15,7 @@ import typer.core
 from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
-from sparsellm.pipeline.recipe_fields import HELP_PANELS, RecipeFields, RunFields
+from sparsellm.recipes.fields import HELP_PANELS, RecipeFields, RunFields
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

@@ -22,9 +22,9 @@ from sparsellm.cli.run_options import Extras, extended
 from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
-    from sparsellm.pipeline.recipe import RunRecipe
-    from sparsellm.pipeline.report import Report
-    from sparsellm.pipeline.saving import Result
+    from sparsellm.outputs.report import Report
+    from sparsellm.outputs.saving import Result
+    from sparsellm.recipes.recipe import RunRecipe
 
 
 @options.recipe_options()
@@ -49,7 +49,7 @@ def prune(
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
-        from sparsellm.pipeline.recipe_file import read_recipe_fields, read_recipes
+        from sparsellm.recipes.file import read_recipe_fields, read_recipes
         from sparsellm.texts.paths import local_path
 
         if config and output is None and model is not None and "model" in read_recipe_fields(local_path(config)):
@@ -97,8 +97,8 @@ def write_outputs(
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
     from sparsellm.cli.allocator import manage_memory
-    from sparsellm.pipeline.display import Display
-    from sparsellm.pipeline.output_folder import is_finished
+    from sparsellm.observers.display import Display
+    from sparsellm.outputs.folder import is_finished
     from sparsellm.pipeline.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
     from sparsellm.runtime import collectives
 
@@ -130,9 +130,9 @@ def write_outputs(
 
 def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> None:
     """Print the results of one output, from its report, or of several, from those in their folders."""
+    from sparsellm.checkpoints.files import REPORT
     from sparsellm.cli.result_text import print_several, print_summary
-    from sparsellm.pipeline.output_folder import REPORT
-    from sparsellm.pipeline.report import load_report
+    from sparsellm.outputs.report import load_report
     from sparsellm.texts.json_files import read_json
 
     written = {str(folder): str(local_path(folder).resolve()) for folder in folders}

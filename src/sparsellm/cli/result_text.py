@@ -11,9 +11,9 @@ from rich.console import Console
 from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import capitalized, plural
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, change_of, is_fraction, mean, measure_of
-from sparsellm.pipeline.display import percent, with_standard_error
-from sparsellm.pipeline.inspection import Inspection, LayerZeros
-from sparsellm.pipeline.report import Report, When
+from sparsellm.observers.display import percent, with_standard_error
+from sparsellm.outputs.inspection import Inspection, LayerZeros
+from sparsellm.outputs.report import Report, When
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
 

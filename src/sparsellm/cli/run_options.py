@@ -16,7 +16,7 @@ from sparsellm.errors import InvalidSetting, first_line
 from sparsellm.extension import PROBLEMS, installed
 
 if TYPE_CHECKING:
-    from sparsellm.pipeline.events import Observer
+    from sparsellm.observers.events import Observer
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Extras:
     @contextmanager
     def observing(self, display: Observer, *others: Observer, is_main: bool = True) -> Iterator[Observer]:
         """Context of the runs; yields one observer of `others`, the display and, in the main process, the extensions."""
-        from sparsellm.pipeline.events import combine_observers
+        from sparsellm.observers.events import combine_observers
 
         with ExitStack() as stack:
             brought = [stack.enter_context(options.observing(display)) for options in self.given] if is_main else []

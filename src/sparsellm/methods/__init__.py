@@ -6,7 +6,7 @@ Imports errors, runtime, solvers, models and activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -181,6 +181,50 @@ class BlockResult:
     changed_parameters: tuple[str, ...] = ()
     scales: Annotated[dict[str, Any], Field(exclude=True)] = field(default_factory=dict, compare=False, repr=False)
 
+
+NOTABLE = 0.01
+"""Least fraction of zeros before a run that is reported. Some weights of models that were never pruned are zero by chance."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Totals of a run.
+
+    Attributes:
+        sparsity_of_pruned_layers: The fraction of the pruned layers' weights that are zero.
+        sparsity_before: The fraction of these weights that were zero before.
+        bits_of_pruned_layers: Bits that a weight of these layers takes once it is packed; None unless all of them are rounded.
+        parameters: Number of stored parameters.
+        zeros: Number of stored parameters that are zero.
+    """
+
+    pruned_layers: int
+    sparsity_of_pruned_layers: float
+    sparsity_before: float
+    bits_of_pruned_layers: float | None
+    parameters: int
+    zeros: int
+
+    @property
+    def sparsity_of_model(self) -> float:
+        """The fraction of the stored parameters that are zero."""
+        return self.zeros / self.parameters if self.parameters else 0.0
+
+    @property
+    def before_and_after(self) -> str:
+        """The zeros of the pruned layers before and after the run, in part of a sentence; empty if there were none before."""
+        before, after = 100 * self.sparsity_before, 100 * self.sparsity_of_pruned_layers
+        return f"{before:.2f} % were zero before and {after:.2f} % are now" if self.sparsity_before >= NOTABLE else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without what there is none of."""
+        optional = ("sparsity_before", "bits_of_pruned_layers")
+        data = {name: value for name, value in asdict(self).items() if value or name not in optional}
+        return data | {"sparsity_of_model": self.sparsity_of_model}
+
+
+Step = LayerResult | EpochResult | TrainingResult | BlockResult
+"""A result that `sparsellm.pipeline.sequential.prune_blocks` yields."""
 
 LAYER_RESULT, BLOCK_RESULT = TypeAdapter(LayerResult), TypeAdapter(BlockResult)
 """Convert results to and from JSON-serializable data."""

@@ -92,6 +92,16 @@ class PublishedSparseLLM:
     def needs(self) -> type[TokenCount]:
         return self.solver.needs if self.scope == frozenset() else Gram
 
+    def check_blocks(self, blocks: Sequence[Block], model: str) -> None:
+        """Raise UnsupportedModel if the method cannot solve the feed-forward layers of a model of this name."""
+        if self.scope == frozenset() or not blocks[0].architecture.known:
+            return
+        if not any(block.architecture.feed_forward_parts for block in blocks):
+            raise UnsupportedModel(
+                f"The feed-forward part of {model} has an activation function that SparseLLM does not support. "
+                "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
+            )
+
     def note(self, block: Block, plan: Plan) -> str:
         if not self._in_scope(block):
             return ""

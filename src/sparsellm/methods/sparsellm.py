@@ -58,6 +58,8 @@ class SparseLLM(Settings):
 
     needs: ClassVar[type[TokenCount]] = Gram
     needs_dense_stream: ClassVar[bool] = True
+    least_tokens: ClassVar[float] = 1 / 8
+    """Different calibration tokens for each input of the widest layer; with fewer, magnitude pruning is better."""
 
     @property
     def needs_fisher(self) -> bool:

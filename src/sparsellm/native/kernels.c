@@ -1,4 +1,4 @@
-/* Products with matrices of which only the kept values are stored (sparsellm/formats/bitmask.py), for few tokens.
+/* Products with matrices of which only the kept values are stored (extensions/packed/formats/bitmask.py), for few tokens.
 
    Plain C without Python and torch; kernels.py calls it through ctypes. hatch_build.py compiles it.
    Every function of an instruction set is compiled for it by an attribute and chosen at run time, so that one library serves all

@@ -1,4 +1,4 @@
-"""A whole run from recipe to verified checkpoint: preparation, plan, journal, stages, report, export, verification, tracking.
+"""A run from recipe to result: preparation, memory, start, stages, measurements; several runs; functions in Python.
 
-Imports every folder but `studies` and `cli`.
+Imports every folder but `cli` and extensions.
 """

@@ -16,8 +16,8 @@ from sparsellm.extension import find
 from sparsellm.methods import AfterSolve, BlockResult, BlockShapes, Memory, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.outputs.journal import Journal
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.patterns import Unstructured
 
 

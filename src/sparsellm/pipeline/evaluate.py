@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Unpack
 from torch import Tensor
 
 from sparsellm.checkpoints.files import find_checkpoint
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, named_model
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Evaluation, Perplexity
 from sparsellm.evaluation.perplexity import measure_perplexity, refuse_unless_causal, token_perplexity
 from sparsellm.evaluation.task_definitions import prepare_tasks
-from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.events import (
+from sparsellm.observers.display import Display
+from sparsellm.observers.events import (
     ANSWERING,
     LOADING,
     MEASURING,
@@ -34,15 +34,15 @@ from sparsellm.pipeline.events import (
     advance_by,
     combine_observers,
 )
-from sparsellm.pipeline.input_digests import check_inputs
-from sparsellm.pipeline.keyword_types import EvaluationKeywords
-from sparsellm.pipeline.keywords import recipe_keywords
-from sparsellm.pipeline.loading import check_runs, load_model, named_model, open_model
+from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.pipeline.loading import check_runs, load_model, open_model
 from sparsellm.pipeline.measuring import measure_accuracies
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import EVALUATION
-from sparsellm.pipeline.recipe_file import read_recipe
 from sparsellm.pipeline.token_sequences import check_tokens, read_test, window_length
+from sparsellm.recipes.fields import EVALUATION
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.keyword_types import EvaluationKeywords
+from sparsellm.recipes.keywords import recipe_keywords
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.in_memory import CalibrationData, Given, given_texts
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def evaluate(
             standard errors.
         tokenizer: Tokenizer of a model in memory.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
-        observe: Callback that receives every stage and result (see `sparsellm.pipeline.events`).
+        observe: Callback that receives every stage and result (see `sparsellm.observers.events`).
         **settings: Further fields of `Recipe`.
 
     Returns:

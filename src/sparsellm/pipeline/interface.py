@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from sparsellm.checkpoints.loading import named_model
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
-from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.events import NextRun, Observer, combine_observers
-from sparsellm.pipeline.keyword_types import PruneKeywords
-from sparsellm.pipeline.keywords import recipe_keywords
-from sparsellm.pipeline.loading import named_model
-from sparsellm.pipeline.own_method import method_fields
+from sparsellm.observers.display import Display
+from sparsellm.observers.events import NextRun, Observer, combine_observers
+from sparsellm.outputs.saving import Result
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe_fields import MethodName
-from sparsellm.pipeline.recipe_file import read_recipes, split_sparsity
-from sparsellm.pipeline.run_set import RunSet
-from sparsellm.pipeline.saving import Result
+from sparsellm.pipeline.several import RunSet
+from sparsellm.recipes.fields import MethodName
+from sparsellm.recipes.file import read_recipes, split_sparsity
+from sparsellm.recipes.keyword_types import PruneKeywords
+from sparsellm.recipes.keywords import recipe_keywords
+from sparsellm.recipes.own_method import method_fields
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.texts.in_memory import CalibrationData, Given, given_text, given_texts
@@ -76,7 +76,7 @@ def prune(
             magnitude needs it.
         tokenizer: Tokenizer of a model in memory, for calibration on text.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
-        observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.pipeline.events`).
+        observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.observers.events`).
         **settings: Any other field of `Recipe`.
 
     Returns:

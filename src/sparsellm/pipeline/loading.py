@@ -23,15 +23,15 @@ from sparsellm.methods import Plan
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
-from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, check_is_model, input_device, model_errors
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, input_device, model_errors
 from sparsellm.models.output_head import check_causal, other_last_token, prediction_head
-from sparsellm.pipeline.recipe import RunRecipe
+from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
 from sparsellm.runtime.offload import OffloadManager
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 TEST_TOKENS = 16
 """Tokens of the test sequence."""
@@ -62,33 +62,6 @@ class OpenedModel:
     blocks: Sequence[Block]
     coverage: Coverage
     no_text: str
-
-
-def named_model(
-    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[dict[str, str], InMemoryModel | None]:
-    """The recipe's fields for a model, and the model with its tokenizer if it is in memory.
-
-    Raises:
-        InvalidSetting: The model is neither named nor a model of transformers, or not all of its weights are in memory.
-        UnsupportedModel: As `InMemoryModel`.
-    """
-    if isinstance(model, (str, Path)):
-        return {"model": str(model)}, None
-    check_is_model(model, "A model is a folder, a hub name, or a model of transformers in memory")
-    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-    return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
-
-
-def open_source(model: str | Path | PreTrainedModel, *, trusted: bool, packed: bool = False) -> Checkpoint | InMemoryModel:
-    """Open a checkpoint, which may be packed if `packed`, or take a model in memory.
-
-    Raises:
-        SparseLLMError: As `named_model` and `open_checkpoint`.
-    """
-    use_cache()
-    fields, source = named_model(model, None)
-    return source or open_checkpoint(fields["model"], trusted=trusted, packed=packed)
 
 
 def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None, *, packed: bool = False) -> OpenedModel:

@@ -16,7 +16,7 @@ from sparsellm.evaluation.measurements import Accuracy, Perplexity, measure_of
 from sparsellm.evaluation.perplexity import measure_perplexity, remark_overflow
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.events import (
+from sparsellm.observers.events import (
     ANSWERING,
     MEASURING,
     Advance,
@@ -24,12 +24,12 @@ from sparsellm.pipeline.events import (
     Observer,
     run_stage,
 )
-from sparsellm.pipeline.fingerprint import DenseCache, cache_key
+from sparsellm.outputs.report import Report, When
+from sparsellm.pipeline.dense_results import DenseCache, cache_key
 from sparsellm.pipeline.loading import short_sequence
-from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.report import Report, When
+from sparsellm.recipes.path_names import PathNames
+from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.texts.paths import is_task_file
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.methods import Memory
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.estimates import Estimate, PeakEstimate, StageEstimate, check_disk, free_disk
-from sparsellm.pipeline.events import Note, Observer
+from sparsellm.observers.events import Note, Observer
+from sparsellm.outputs.folder import free_disk
 from sparsellm.pipeline.loading import SHARE, STREAMS_SHARE, Placement, choose_placement
 from sparsellm.pipeline.preparation import Prepared, PreparedPruning
 from sparsellm.pipeline.stage_memory import pruning_memory
+from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime.memory import available, current_memory, human_bytes
 
 FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
@@ -27,6 +28,46 @@ FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
 
 StageMemory = Callable[[Any, Placement, int], Iterator[tuple[str, Memory]]]
 """The memory of each stage of a prepared run, by placement and number of sequences per batch: see `stage_memory`."""
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """Estimates for one stage."""
+
+    name: str  # as in the run's events
+    memory: Mapping[str, int]  # bytes of data at the peak, by device type
+    files: int  # bytes of hidden states in files
+
+
+@dataclass(frozen=True)
+class PeakEstimate:
+    """Estimates for the moment at which most memory is held."""
+
+    stage: str
+    data_bytes: int  # on the device that computes
+    libraries_bytes: int  # resident in this process, before the run
+    resident_bytes: int  # of the run's process
+    disk_bytes: int  # with the output and, block by block, the finished blocks
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """Estimates for a run, from the shapes of its largest block; all blocks are taken to be like it."""
+
+    recipe: RunRecipe
+    blocks: int
+    layers: Counter[tuple[str, tuple[int, int]]]  # to prune, by pattern and (out, in)
+    samples: int
+    length: int  # tokens per sequence
+    batch: int  # sequences per batch
+    device: str
+    placement: Placement
+    free_bytes: int  # on the device
+    disk_free_bytes: int
+    stages: list[StageEstimate]
+    peak: PeakEstimate
+    most_samples: int | None  # whose hidden states fit into memory or on the disk; None for a run without any
+    fits: bool
 
 
 def estimate(ready: Prepared, needed: StageMemory, placement: Placement, *, batch: int, output: Path | None = None) -> Estimate:
@@ -155,3 +196,10 @@ def _refusal(plan: Estimate, ready: PreparedPruning) -> str:
     if recipe.max_memory is not None and data <= SHARE * plan.free_bytes:
         return f"{message} Pass `max_memory='{-(-data // 10**6)}MB'`."
     return f"{message} Use a machine with more memory, or `method='wanda'` or `method='magnitude'`, which need least."
+
+
+def check_disk(output: Path, needed: int, free: int) -> None:
+    """Raise TooLarge if a command writes more bytes than are free where its output is."""
+    if needed > free:
+        sizes = f"{human_bytes(needed)} of disk are needed, and {human_bytes(free)} are free"
+        raise TooLarge(f"{output}: {sizes}. Write to another disk.")

@@ -12,29 +12,27 @@ from torch import Tensor
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import StoredForm
-from sparsellm.errors import UnsupportedModel, dtype_name, plural
+from sparsellm.errors import dtype_name, plural
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
+from sparsellm.observers.events import OPENING, READING_TEXTS, Note, Observer, add_note, run_stage
+from sparsellm.outputs.finished import dtype_changed_before, totals_before
+from sparsellm.outputs.folder import ANEW, LOG
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.zeros_before import note_before
 from sparsellm.pipeline.cached_allocation import rule_of
-from sparsellm.pipeline.events import OPENING, READING_TEXTS, Note, Observer, add_note, run_stage
-from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.loading import OpenedModel, check_names, open_model
-from sparsellm.pipeline.output_folder import ANEW, LOG
-from sparsellm.pipeline.outputs import dtype_changed_before, totals_before
-from sparsellm.pipeline.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
-from sparsellm.pipeline.recipe_fields import ALLOCATIONS
-from sparsellm.pipeline.recipe_methods import method_of
-from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.selection import layer_names, select_blocks
 from sparsellm.pipeline.sequential import InputsReader
 from sparsellm.pipeline.steps import ModelStep, steps_of
 from sparsellm.pipeline.token_sequences import check_tokens, read_tokens, tokens_note, window_length
-from sparsellm.pipeline.zeros_before import note_before
+from sparsellm.recipes.fields import ALLOCATIONS
+from sparsellm.recipes.methods import method_of
+from sparsellm.recipes.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
+from sparsellm.recipes.recipe import Recipe, RunRecipe
+from sparsellm.recipes.selection import layer_names, select_blocks
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
@@ -43,9 +41,6 @@ from sparsellm.texts.padding import count_contexts, count_tokens, windows_a_step
 
 TOKENS_A_BATCH = 2048
 """Tokens per batch: enough for efficient matrix products; the activations of twice as many no longer fit the cache."""
-
-MIN_TOKENS = 1 / 8
-"""Number of different calibration tokens for each input of the widest layer below which magnitude pruning beats the default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +120,9 @@ def prepare_pruning(
         different = count_contexts(windows)
         if note := tokens_note(windows, different, max(widths)):
             add_note(note, report, observer)
-        if isinstance(method, SparseLLM) and not recipe.projecting and different < MIN_TOKENS * max(widths):
-            method, text = LayerWise(Magnitude(), method.keep_zeros), "the smallest weights of each layer are removed"
+        if different < getattr(method, "least_tokens", 0) * max(widths) and not recipe.projecting:
+            method = LayerWise(Magnitude(), getattr(method, "keep_zeros", False))
+            text = "the smallest weights of each layer are removed"
             if recipe.allocates:
                 recipe, text = recipe.model_copy(update={"allocation": ALLOCATIONS[0]}), f"{text}, the same fraction of each"
             add_note(f"too few tokens to tell inputs apart: {text}", report, observer)
@@ -225,12 +221,8 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
     blocks = opened.blocks
     recipe.check_source(opened.source)
     method = method_of(recipe, len(blocks))
-    coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
-    if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):
-        raise UnsupportedModel(
-            f"The feed-forward part of {recipe.model} has an activation function that SparseLLM does not support. "
-            "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
-        )
+    if check := getattr(method, "check_blocks", None):
+        check(blocks, recipe.model)
     # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
     pattern = Unstructured(0) if recipe.allocation_file else recipe.pattern
     selection = _selection(recipe, opened)

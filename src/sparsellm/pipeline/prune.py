@@ -14,17 +14,17 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.methods import BlockResult
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.observers.events import ALLOCATION, Observer, add_note, run_stage
+from sparsellm.outputs.finished import changed_before
+from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.outputs.saving import Result
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
-from sparsellm.pipeline.events import ALLOCATION, Observer, add_note, run_stage
-from sparsellm.pipeline.input_digests import check_inputs
-from sparsellm.pipeline.outputs import changed_before
+from sparsellm.pipeline.dense_results import estimate_fisher
 from sparsellm.pipeline.planning import fit_to_memory
 from sparsellm.pipeline.preparation import PreparedPruning, prepare_run
-from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.run import Run, RunArguments, recorded
-from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.sensitivities import estimate_fisher
 from sparsellm.pipeline.sequential import prune_blocks
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.in_memory import Given
 
 

@@ -19,7 +19,7 @@ from sparsellm.checkpoints.stamps import unchanged
 from sparsellm.errors import NonFinite
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.events import (
+from sparsellm.observers.events import (
     ANSWERING,
     LOADING,
     MEASURING,
@@ -34,21 +34,22 @@ from sparsellm.pipeline.events import (
     combine_observers,
     run_stage,
 )
-from sparsellm.pipeline.fingerprint import DenseCache, cache_key, environment
-from sparsellm.pipeline.input_digests import Inputs
-from sparsellm.pipeline.journal import Journal
+from sparsellm.outputs.fingerprint import environment
+from sparsellm.outputs.folder import ANEW, LOG
+from sparsellm.outputs.input_digests import Inputs
+from sparsellm.outputs.journal import Journal
+from sparsellm.outputs.report import Report, When
+from sparsellm.outputs.saving import Result
+from sparsellm.outputs.verification import check_unpruned
+from sparsellm.outputs.work_directory import WorkDirectory
+from sparsellm.outputs.zeros_before import initial_sparsity
+from sparsellm.pipeline.dense_results import DenseCache, cache_key
 from sparsellm.pipeline.loading import Placement, check_runs, load_model
 from sparsellm.pipeline.measuring import measure_into
-from sparsellm.pipeline.output_folder import ANEW, LOG
-from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.report import Report, When
-from sparsellm.pipeline.saving import Result
 from sparsellm.pipeline.startup import PlacementChoice, start_run
-from sparsellm.pipeline.verification import check_unpruned
-from sparsellm.pipeline.work_directory import WorkDirectory
-from sparsellm.pipeline.zeros_before import initial_sparsity
+from sparsellm.recipes.path_names import PathNames
+from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
 from sparsellm.texts.padding import split_batches
@@ -60,7 +61,7 @@ class RunArguments(TypedDict, total=False):
     """Arguments of a run besides its recipe, its observer and what it reads.
 
     Attributes:
-        work: Directory for finished blocks, from `work_directory` of `sparsellm.pipeline.work_directory`. Without it a killed
+        work: Directory for finished blocks, from `work_directory` of `sparsellm.outputs.work_directory`. Without it a killed
             run cannot be resumed, and the model must fit in memory.
         shared: Cache of results on dense models, shared with other runs.
         name: Name of the run for observers. Default: the name of its output, or of its model.
@@ -277,6 +278,6 @@ class Run(Generic[P]):
             tokenizer=source.own_tokenizer if isinstance(source, InMemoryModel) else None,
             source=source if isinstance(source, Checkpoint) else None,
             weights=loaded.weights if isinstance(loaded.weights, DiskWeights) else None,
-            log=self.records.log,
+            log=lambda: self.records.log.text,
             read=self.ready.stamps(),
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.activations.walk import Activations, walk
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan, TrainingResult
+from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan, Step, TrainingResult
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
@@ -24,10 +24,7 @@ from sparsellm.solvers.statistics import TokenCount
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sparsellm.pipeline.journal import Journal
-
-Step = LayerResult | EpochResult | TrainingResult | BlockResult
-"""A result that `prune_blocks` yields."""
+    from sparsellm.outputs.journal import Journal
 
 
 class InputsReader(Protocol):

@@ -12,11 +12,11 @@ from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import BlockShapes, Memory, coupled_parts, planned_layers
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.observers.events import ALLOCATION, MEASURING, SENSITIVITIES
 from sparsellm.pipeline.cached_allocation import rule_of
-from sparsellm.pipeline.events import ALLOCATION, MEASURING, SENSITIVITIES
 from sparsellm.pipeline.loading import Placement
 from sparsellm.pipeline.preparation import Prepared, PreparedPruning
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.texts.padding import count_tokens
 

@@ -13,9 +13,9 @@ from sparsellm.methods import BlockShapes, Memory
 
 if TYPE_CHECKING:
     from sparsellm.models.loaded_model import LoadedModel
-    from sparsellm.pipeline.journal import Journal
+    from sparsellm.outputs.journal import Journal
     from sparsellm.pipeline.loading import OpenedModel, Placement
-    from sparsellm.pipeline.recipe import RunRecipe
+    from sparsellm.recipes.recipe import RunRecipe
 
 
 class ModelStep(Protocol):

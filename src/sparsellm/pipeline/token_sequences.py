@@ -12,10 +12,11 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import BadText, InvalidSetting
-from sparsellm.pipeline.fingerprint import DenseCache, contents
-from sparsellm.pipeline.input_digests import text_contents
+from sparsellm.outputs.fingerprint import contents
+from sparsellm.outputs.input_digests import text_contents
+from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.loading import OpenedModel
-from sparsellm.pipeline.recipe import RunRecipe
+from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime.memory import available
 from sparsellm.texts.in_memory import SOURCE, Given, read_in_memory
 from sparsellm.texts.padding import PADDING, count_tokens, sequence_lengths

@@ -95,6 +95,10 @@ class ALPS:
         keep = mask_of(weight.abs())
         return normalized.refit(weight * keep, keep, self.refit_steps)
 
+    def in_float32(self) -> ALPS:
+        """The same without products in bfloat16."""
+        return replace(self, with_curvature=self.with_curvature.in_float32()) if self.with_curvature else self
+
     def solve_memory(self, curved: bool) -> SolveMemory:
         factors = 3.7 if self.iterations > CHECK_EVERY else 1.4  # a new penalty's inverse is made beside the one before
         return SolveMemory(9.2, 2.5 if curved else factors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -79,6 +79,10 @@ class FastADMM:
             del normalized
             normalized = NormalizedProblem.of(problem, self.damping)
         return normalized.refit(sparse, keep, self.refit_steps, self.low_precision)
+
+    def in_float32(self) -> FastADMM:
+        """The same without products in bfloat16."""
+        return replace(self, low_precision=False)
 
     def solve_memory(self, curved: bool) -> SolveMemory:
         return SolveMemory(9.2, 2.5 if curved else 1.4)

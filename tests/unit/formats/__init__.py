@@ -1,1 +1,1 @@
-"""Tests of `sparsellm.formats`."""
+"""Tests of `sparsellm.extensions.packed.formats`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsellm.formats import kernels, linear
+from sparsellm.extensions.packed.formats import kernels, linear
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
+from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask
 
 
 def bits(tensor: torch.Tensor) -> list[list[int]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized
-from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, pack_bits
+from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask, pack_bits
 from tests.pairwise import pairwise
 
 BITS = (8, 4, 3)

@@ -13,9 +13,9 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized
-from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.linear import DenseLinear, PackedLinear
+from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.linear import DenseLinear, PackedLinear
 
 ROWS, COLUMNS = 5, 70
 FORMS = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 3)

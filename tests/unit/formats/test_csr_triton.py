@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.formats import csr_triton
-from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
-from sparsellm.formats.csr_triton import GROUP, GROUPS, MAX_CSR_TOKENS, CompressedRows, csr_matmul
+from sparsellm.extensions.packed.formats import csr_triton
+from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask
+from sparsellm.extensions.packed.formats.csr_triton import GROUP, GROUPS, MAX_CSR_TOKENS, CompressedRows, csr_matmul
 from tests.conftest import long_unless
 
 BLOCK = GROUP * GROUPS
@@ -140,7 +140,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sparsellm.formats.csr_triton import GROUP, GROUPS, MAX_CSR_TOKENS, WARPS, _dense_kernel, _product_kernel
+from sparsellm.extensions.packed.formats.csr_triton import GROUP, GROUPS, MAX_CSR_TOKENS, WARPS, _dense_kernel, _product_kernel
 for kernel, own in ((_product_kernel, dict(TOKENS=MAX_CSR_TOKENS)), (_dense_kernel, {})):
     for dtype in ("*bf16", "*fp16", "*fp32"):
         for columns, offsets in (("*i16", "*u8"), ("*u8", "*i16"), ("*i32", "*i32")):

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.formats import kernel_library, kernels
-from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask
+from sparsellm.extensions.packed.formats import kernel_library, kernels
+from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask
 from sparsellm.runtime import native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -154,7 +154,8 @@ def test_the_threads_are_those_of_torch() -> None:
     if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
         pytest.skip("this torch does not use OpenMP")
     assert kernel_library.openmp_start()
-    code = "import os, torch; from sparsellm.formats import kernels; from sparsellm.formats.bitmask import Bitmask; "
+    code = "import os, torch; from sparsellm.extensions.packed.formats import kernels; "
+    code += "from sparsellm.extensions.packed.formats.bitmask import Bitmask; "
     code += "torch.set_num_threads(3); torch.ones(10**6).exp(); x = Bitmask.from_dense(torch.ones(800, 256)); "
     code += "count = lambda: len(os.listdir('/proc/self/task')); "
     code += "before = count(); kernels.packed_matmul(torch.ones(1, 256), x); print(count() - before)"

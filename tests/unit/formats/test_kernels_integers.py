@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized
-from sparsellm.formats import kernels
-from sparsellm.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
+from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
 from sparsellm.solvers.linalg import count_negative_zeros
 from tests.unit.formats.test_kernels import DTYPES, SETS, before_guard_page, compiled, random_tokens, slow_product
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.formats import csr_triton
-from sparsellm.formats import linear as module
-from sparsellm.formats.bitmask import bits_of
-from sparsellm.formats.linear import DenseLinear, PackedLinear
+from sparsellm.extensions.packed.formats import csr_triton
+from sparsellm.extensions.packed.formats import linear as module
+from sparsellm.extensions.packed.formats.bitmask import bits_of
+from sparsellm.extensions.packed.formats.linear import DenseLinear, PackedLinear
 from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

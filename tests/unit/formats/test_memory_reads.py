@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from sparsellm.formats import memory_reads
+from sparsellm.extensions.packed.formats import memory_reads
 
 
 def test_bandwidth_is_that_of_memory() -> None:

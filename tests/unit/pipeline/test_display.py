@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sparsellm.pipeline.display import Display, human_seconds, line, time_left
-from sparsellm.pipeline.events import Advanced, Event, Measured, NextRun, Note, Schedule, Stage
-from sparsellm.pipeline.progress import State
+from sparsellm.observers.display import Display, human_seconds, line, time_left
+from sparsellm.observers.events import Advanced, Event, Measured, NextRun, Note, Schedule, Stage
+from sparsellm.observers.progress import State
 from tests.unit.pipeline.test_progress import block
 
 GIB = 2**30
@@ -32,7 +32,7 @@ RUN: list[Event] = [
 
 def play(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Display `RUN`."""
-    monkeypatch.setattr("sparsellm.pipeline.display.memory_in_use", lambda: (GIB, 16 * GIB))
+    monkeypatch.setattr("sparsellm.observers.display.memory_in_use", lambda: (GIB, 16 * GIB))
     with Display(mode, lambda text: text.replace("`samples`", "--samples")) as display:
         for event in RUN:
             display(event)
@@ -75,7 +75,7 @@ def test_time_left_is_never_zero(seconds: float, text: str) -> None:
 def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """At the beginning of stages and at every tenth, without control characters; the note is in the words of the command."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("sparsellm.pipeline.display.PLAIN_LEAST", 0.0)
+    monkeypatch.setattr("sparsellm.observers.display.PLAIN_LEAST", 0.0)
     play("auto", monkeypatch)
     printed = capsys.readouterr()
     lines = printed.err.splitlines()

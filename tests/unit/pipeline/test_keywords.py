@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from sparsellm.pipeline.keyword_types import PruneKeywords
-from sparsellm.pipeline.keywords import recipe_keywords
-from sparsellm.pipeline.recipe_fields import RecipeFields
+from sparsellm.recipes.fields import RecipeFields
+from sparsellm.recipes.keyword_types import PruneKeywords
+from sparsellm.recipes.keywords import recipe_keywords
 
 DOCSTRING = """Prune.
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.pipeline.events import Advanced, Event, NextRun, Schedule, Stage
-from sparsellm.pipeline.progress import Progress
+from sparsellm.observers.events import Advanced, Event, NextRun, Schedule, Stage
+from sparsellm.observers.progress import Progress
 from sparsellm.solvers.patterns import Unstructured
 
 Step = tuple[float, Sequence[Event]]

@@ -9,7 +9,7 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.integers.scales_file import read_scales, write_scales
-from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.outputs.folder import SCALES_FILE
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

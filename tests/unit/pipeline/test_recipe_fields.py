@@ -10,9 +10,9 @@ import pytest
 from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.recipe_fields import RecoveryFields
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import RecipeFields
-from sparsellm.pipeline.recipe_file import read_recipe, validated
+from sparsellm.recipes.fields import RecipeFields
+from sparsellm.recipes.file import read_recipe, validated
+from sparsellm.recipes.recipe import Recipe
 
 FIELDS = RecipeFields.model_fields | RecoveryFields.model_fields
 INTEGERS = [name for name, field in FIELDS.items() if field.annotation in (int, int | None)]

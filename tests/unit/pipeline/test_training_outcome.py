@@ -10,8 +10,8 @@ from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.run import recovery_warnings
 from sparsellm.extensions.studies.compare import ComparedRun
 from sparsellm.methods import BlockResult, CurvePoint, TrainingResult
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.report import Report
+from sparsellm.outputs.report import Report
+from sparsellm.recipes.recipe import Recipe
 
 UNTRAINED = TrainingResult(0.0, 0.0, 0, "not refined: there is only one group of sequences, and none can be held out")
 

@@ -10,7 +10,7 @@ import torch
 
 from sparsellm.extensions.recover import model_training
 from sparsellm.extensions.recover.model_training import STORING_SHARE, JournalStore
-from sparsellm.pipeline.journal import Journal
+from sparsellm.outputs.journal import Journal
 
 TENSORS = {"x": torch.arange(3.0)}
 

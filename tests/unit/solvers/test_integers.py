@@ -9,8 +9,8 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.integers.formats import BITS_OF, GROUP_SIZES, WIDTHS, IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales, round_to_nearest
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.encoding import encode
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.encoding import encode
 
 
 def sparse(rows: int, columns: int, density: float) -> Tensor:

@@ -18,10 +18,10 @@ from sparsellm.methods import BlockResult, BlockShapes, Memory, Plan
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.outputs.journal import Journal
 from sparsellm.pipeline.cached_allocation import Allocated, keep_factors, plan_digest, read_factors
-from sparsellm.pipeline.journal import Journal
-from sparsellm.pipeline.recipe import Recipe
 from sparsellm.pipeline.stage_memory import removal_memory
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.fast_admm import FastADMM
 
 

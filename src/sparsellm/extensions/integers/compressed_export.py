@@ -27,8 +27,8 @@ from sparsellm.extensions.packed.conversion import Observe, converted, finish
 from sparsellm.extensions.packed.documents import Source, copy_files, read_checked
 from sparsellm.extensions.packed.packed_files import FileWriter
 from sparsellm.extensions.quantized.schemes import pack_integers, unpack_integers
-from sparsellm.pipeline.output_folder import CARD, SCALES_FILE
-from sparsellm.pipeline.saving import claimed
+from sparsellm.outputs.folder import CARD, SCALES_FILE
+from sparsellm.outputs.saving import claimed
 from sparsellm.runtime.memory import human_bytes
 
 NOTE = """The weights of the pruned layers are integers of a few bits with a scale for each group of columns, in the format of

@@ -9,15 +9,15 @@ import torch
 from pydantic import TypeAdapter
 
 from sparsellm.checkpoints.comparison import StoredTensors, compare
+from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.headers import found_weights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.side_files import formats_of
 from sparsellm.checkpoints.tensor_index import locations_of
 from sparsellm.extensions.integers.formats import IntegerFormat, integer_name
 from sparsellm.extensions.integers.quantization import round_to_nearest
-from sparsellm.pipeline.output_folder import REPORT
-from sparsellm.pipeline.outputs import Output, read_output
-from sparsellm.pipeline.results import Section
+from sparsellm.outputs.finished import Output, read_output
+from sparsellm.outputs.sections import Section
 
 MAX_EXPORTED_GROUP = 128
 """Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""

@@ -15,7 +15,7 @@ from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.integers.scales_file import read_scales, write_scales
 from sparsellm.models.blocks import Block
-from sparsellm.pipeline.report import Report
+from sparsellm.outputs.report import Report
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat, IntegerName
-from sparsellm.pipeline.recipe_fields import FurtherFields, layers_option, option
+from sparsellm.recipes.fields import FurtherFields, layers_option, option
 
 if TYPE_CHECKING:
     from sparsellm.methods import AfterSolve

@@ -19,9 +19,9 @@ from sparsellm.checkpoints.tensor_index import TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, Scales
+from sparsellm.extensions.packed.formats.integer_encoding import decode_scales
 from sparsellm.extensions.packed.packed_files import packed_entries, parts_of
-from sparsellm.formats.integer_encoding import decode_scales
-from sparsellm.pipeline.output_folder import SCALES_FILE
+from sparsellm.outputs.folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.texts.json_files import durable, first_fault
 

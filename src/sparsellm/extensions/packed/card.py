@@ -6,12 +6,13 @@ import json
 import re
 from pathlib import Path, PurePath
 
+from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import InvalidSetting, VerificationFailed
 from sparsellm.extensions.packed.sizes import PACKING, Packed
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.pipeline.output_folder import CARD, REPORT
-from sparsellm.pipeline.outputs import Output, read_finished
+from sparsellm.outputs.finished import Output, read_finished
+from sparsellm.outputs.folder import CARD
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.json_files import durable, strict_json
 
@@ -20,7 +21,10 @@ one, unless the software that runs it makes use of zeros.
 """
 """Paragraph of a model card that does not hold for a packed model."""
 
-LOADS, LOADS_PACKED = "\nfrom transformers import ", "\nimport sparsellm.formats.transformers\nfrom transformers import "
+LOADS, LOADS_PACKED = (
+    "\nfrom transformers import ",
+    "\nimport sparsellm\n\nsparsellm.register()\n\nfrom transformers import ",
+)
 """First lines of the example that loads a model, and of the one that loads a packed model."""
 
 BEGIN, REPLACED_MARKS, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
@@ -47,7 +51,7 @@ def packed_card(text: str, result: Packed, *, pruned: bool) -> str:
     paragraph = (
         f"{made}The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
         f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight\n"
-        f"({result.description}). {lossless} To load the model, `import sparsellm.formats.transformers` first.\n"
+        f"({result.description}). {lossless} To load the model, call `sparsellm.register()` first.\n"
     )
     return f"{head}{mark}\n{paragraph}{END}\n{rest}"
 

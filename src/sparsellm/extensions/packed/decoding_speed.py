@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.errors import plural
-from sparsellm.formats import kernels, memory_reads
-from sparsellm.formats.linear import DenseLinear, PackedLinear
+from sparsellm.extensions.packed.formats import kernels, memory_reads
+from sparsellm.extensions.packed.formats.linear import DenseLinear, PackedLinear
 from sparsellm.models.contexts import eval_mode
 
 TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", "ceiling"

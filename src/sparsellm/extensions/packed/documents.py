@@ -11,7 +11,7 @@ from sparsellm import __version__
 from sparsellm.checkpoints.configuration import read_config
 from sparsellm.checkpoints.contradictions import check_doubles
 from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, documents_of
-from sparsellm.checkpoints.files import check_files, checkpoint_name
+from sparsellm.checkpoints.files import REPORT, check_files, checkpoint_name
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.readers import quantization_settings
@@ -21,9 +21,9 @@ from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting, checkpoint_errors
 from sparsellm.extensions.packed.packed_files import is_packed, packed_entries, parts_of
 from sparsellm.extensions.packed.sizes import MatrixSize
-from sparsellm.pipeline.output_folder import ANEW, REPORT
-from sparsellm.pipeline.outputs import read_finished
-from sparsellm.pipeline.report_differences import raise_if_any, tensor_differences
+from sparsellm.outputs.finished import read_finished
+from sparsellm.outputs.folder import ANEW
+from sparsellm.outputs.verification import raise_if_any, tensor_differences
 from sparsellm.texts.json_files import FORMAT
 
 
@@ -142,7 +142,7 @@ def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dic
     totals = {"pruned_layers": 0, "sparsity_of_pruned_layers": 0.0, "parameters": count, "zeros": zeros}
     return {
         "format": FORMAT,
-        "recipe": {"model": PurePath(source.name).name, "method": "magnitude", "sparsity": "0%"},
+        "recipe": {"command": "prune", "model": PurePath(source.name).name, "method": "magnitude", "sparsity": "0%"},
         "environment": {"sparsellm": __version__},
         "calibration": "",
         "totals": totals | {"sparsity_of_model": zeros / max(count, 1)},

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparsellm.errors import plural
-from sparsellm.formats import kernels, memory_reads
+from sparsellm.extensions.packed.formats import kernels, memory_reads
 
 NO_KERNELS = (
     "not compiled, so packed models run slower than dense ones.\n"

@@ -17,9 +17,10 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
-from sparsellm.errors import BadCheckpoint, dtype_name
+from sparsellm.checkpoints.readers import quantization_settings
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
 from sparsellm.extensions.integers.formats import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
-from sparsellm.formats.parts import PARTS
+from sparsellm.extensions.packed.formats.parts import PARTS
 from sparsellm.texts.json_files import build_mapping, first_fault
 
 PACKED_METHOD = "sparsellm"
@@ -219,3 +220,17 @@ class FileWriter:
                 self._data[size].seek(0)
                 shutil.copyfileobj(self._data[size], stream, 2**20)
         path.replace(self.file)
+
+
+def check_version(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel unless a packed checkpoint has the version of the format that this package reads.
+
+    Args:
+        name: Its name, for the message.
+        fields: The fields of its config.json.
+    """
+    if (version := (quantization_settings(fields) or {}).get("version")) != PACKED_VERSION:
+        raise UnsupportedModel(
+            f"{name} is packed in version {str(version)[:20]} of the format, and this sparsellm reads version "
+            f"{PACKED_VERSION}. Install a newer sparsellm."
+        )

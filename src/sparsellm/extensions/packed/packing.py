@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsellm.checkpoints.comparison import StoredTensors, layers_by_parameter
 from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import read_headers
-from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.checkpoints.loading import open_checkpoint, open_source
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
 from sparsellm.extensions.integers.formats import IntegerFormat
@@ -30,6 +30,8 @@ from sparsellm.extensions.integers.scales_file import (
 from sparsellm.extensions.packed.card import dense_card, packed_card
 from sparsellm.extensions.packed.conversion import Observe, converted, finish
 from sparsellm.extensions.packed.documents import Source, copy_files, matrix_sizes, read_checked, report_of
+from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 from sparsellm.extensions.packed.packed_files import (
     PACKED_METHOD,
     PACKED_VERSION,
@@ -40,14 +42,11 @@ from sparsellm.extensions.packed.packed_files import (
     metadata_of,
 )
 from sparsellm.extensions.packed.sizes import Packed, Unpacked
-from sparsellm.formats.bitmask import Bitmask
-from sparsellm.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
-from sparsellm.pipeline.loading import open_source
-from sparsellm.pipeline.output_folder import CARD, is_finished
-from sparsellm.pipeline.outputs import read_output
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
-from sparsellm.pipeline.report_differences import shape_difference
-from sparsellm.pipeline.saving import check_output, claimed
+from sparsellm.outputs.finished import read_output
+from sparsellm.outputs.folder import CARD, is_finished
+from sparsellm.outputs.saving import check_output, claimed
+from sparsellm.outputs.verification import shape_difference
+from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.paths import local_path
 

@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.readers import FoundWeights, TensorHeader, quantization_settings
-from sparsellm.errors import BadCheckpoint, UnsupportedModel
+from sparsellm.checkpoints.readers import FoundWeights, TensorHeader
+from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.packed.formats.packed_tensors import decode_matrix, dense_tensor
 from sparsellm.extensions.packed.packed_files import (
-    PACKED_VERSION,
     PackedEntry,
     can_hold,
+    check_version,
     parse_entries,
     parts_of,
     sha256_of,
 )
-from sparsellm.formats.packed_tensors import decode_matrix, dense_tensor
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,13 @@ class PackedReader:
     lossless: ClassVar[bool] = True
 
     def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
-        if (version := (quantization_settings(fields) or {}).get("version")) != PACKED_VERSION:
-            raise UnsupportedModel(
-                f"{name} is packed in version {str(version)[:20]} of the format, and this sparsellm reads version "
-                f"{PACKED_VERSION}. Install a newer sparsellm."
-            )
+        check_version(name, fields)
 
     def register(self) -> None:
         """Make transformers load packed models."""
-        import sparsellm.formats.transformers  # noqa: F401
+        from sparsellm.extensions.packed.formats.transformers import register  # imports transformers
+
+        register()
 
     def find(
         self,

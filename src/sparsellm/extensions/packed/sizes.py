@@ -12,8 +12,8 @@ from sparsellm.errors import printable
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.extensions.integers.formats import integer_name
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.results import Section
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.sections import Section
 from sparsellm.runtime.memory import human_bytes
 
 

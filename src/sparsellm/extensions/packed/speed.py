@@ -23,13 +23,13 @@ from sparsellm.extensions.packed.decoding_speed import (
     weight_bytes,
     with_own_kernel,
 )
+from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.formats.packed_experts import PackedExperts
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.formats import kernels
-from sparsellm.formats.linear import PackedLinear
-from sparsellm.formats.packed_experts import PackedExperts
 from sparsellm.models.experts import experts_of
-from sparsellm.pipeline.fingerprint import environment
-from sparsellm.pipeline.recipe_fields import MOST
+from sparsellm.outputs.fingerprint import environment
+from sparsellm.recipes.fields import MOST
 from sparsellm.runtime import memory
 
 PROMPT_TOKENS = 128
@@ -46,7 +46,7 @@ def measure_bench(
     observe: Callable[[str], object] = lambda _: None,
 ) -> Bench:
     """Measure a packed model; `sparsellm.bench` describes the arguments. observe: called with what is done next."""
-    from sparsellm.formats.transformers import load  # imports transformers
+    from sparsellm.extensions.packed.formats.transformers import load  # imports transformers
 
     _check_counts("batch", batches, largest=MOST)
     _check_counts("threads", threads, largest=os.cpu_count() or 1)

@@ -69,9 +69,9 @@ def plan(
         from sparsellm.errors import TooLarge
         from sparsellm.extensions.planning.measured_plan import plan_pruning, plan_recovery
         from sparsellm.extensions.recover.block_recovery import read_recovery
-        from sparsellm.pipeline.display import Display
-        from sparsellm.pipeline.events import combine_observers
-        from sparsellm.pipeline.recipe_file import read_recipe
+        from sparsellm.observers.display import Display
+        from sparsellm.observers.events import combine_observers
+        from sparsellm.recipes.file import read_recipe
 
         display = Display("auto" if measure and is_main else "off", partial(in_options, context=context))
         with display, nullcontext() if measure else stderr.status("planning"):

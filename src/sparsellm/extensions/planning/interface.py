@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from sparsellm.checkpoints.loading import named_model
 from sparsellm.extensions.planning.measured_plan import plan_pruning
 from sparsellm.extensions.planning.run_plan import RunPlan
 from sparsellm.methods import BlockMethod
 from sparsellm.pipeline.interface import texts_in_memory
-from sparsellm.pipeline.keyword_types import PruneKeywords
-from sparsellm.pipeline.keywords import recipe_keywords
-from sparsellm.pipeline.loading import named_model
-from sparsellm.pipeline.own_method import method_fields
-from sparsellm.pipeline.recipe_fields import MethodName
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.fields import MethodName
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.keyword_types import PruneKeywords
+from sparsellm.recipes.keywords import recipe_keywords
+from sparsellm.recipes.own_method import method_fields
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.texts.in_memory import CalibrationData

@@ -20,10 +20,11 @@ from sparsellm.extensions.recover.preparation import prepare_recovery, recovery_
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.stage_memory import fit_to_disk, recovery_memory
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.events import ANSWERING, WRITING, Advanced, Event, Measured, Note, Observer, Stage
-from sparsellm.pipeline.input_digests import check_inputs
+from sparsellm.observers.events import ANSWERING, WRITING, Advanced, Event, Measured, Note, Observer, Stage
+from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.work_directory import WorkDirectory
 from sparsellm.pipeline.loading import choose_placement, open_model
-from sparsellm.pipeline.plan import PlannedLayer
 from sparsellm.pipeline.planning import StageMemory, estimate, fit_to_memory
 from sparsellm.pipeline.preparation import (
     Prepared,
@@ -32,12 +33,11 @@ from sparsellm.pipeline.preparation import (
     pruning_layers,
 )
 from sparsellm.pipeline.prune import prune_model
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run import Run, recorded
 from sparsellm.pipeline.stage_memory import pruning_memory
 from sparsellm.pipeline.startup import PlacementChoice
-from sparsellm.pipeline.work_directory import WorkDirectory
+from sparsellm.recipes.plan import PlannedLayer
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import release_free_memory
 from sparsellm.texts.in_memory import Given

@@ -10,8 +10,9 @@ from typing import Any
 
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.coverage import Coverage
-from sparsellm.pipeline.estimates import Estimate, human_seconds
-from sparsellm.pipeline.plan import PLANNED_LAYERS, PlannedLayer
+from sparsellm.observers.progress import human_seconds
+from sparsellm.pipeline.planning import Estimate
+from sparsellm.recipes.plan import PLANNED_LAYERS, PlannedLayer
 from sparsellm.runtime.memory import human_bytes
 
 

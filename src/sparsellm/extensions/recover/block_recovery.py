@@ -28,15 +28,15 @@ from sparsellm.extensions.recover.training.trained_weights import Train, trained
 from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.pipeline.input_digests import WEIGHT_ENDINGS, changed_input, run_inputs
-from sparsellm.pipeline.journal import Journal
+from sparsellm.outputs.finished import Output, read_finished
+from sparsellm.outputs.input_digests import WEIGHT_ENDINGS, changed_input, run_inputs
+from sparsellm.outputs.journal import Journal
+from sparsellm.outputs.report import PrunedReport
+from sparsellm.outputs.verification import verify
 from sparsellm.pipeline.loading import OpenedModel
-from sparsellm.pipeline.outputs import Output, read_finished
-from sparsellm.pipeline.path_names import PathNames
-from sparsellm.pipeline.recipe_file import validated
-from sparsellm.pipeline.report import PrunedReport
-from sparsellm.pipeline.selection import layer_names, matching, unmatched
-from sparsellm.pipeline.verification import verify
+from sparsellm.recipes.file import validated
+from sparsellm.recipes.path_names import PathNames
+from sparsellm.recipes.selection import layer_names, matching, unmatched
 from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
+from sparsellm.checkpoints.loading import named_model
 from sparsellm.extensions.recover.block_recovery import read_recovery
 from sparsellm.extensions.recover.recipe_fields import RecoveryFields
 from sparsellm.extensions.recover.run import recover_run
-from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.events import Observer, combine_observers
+from sparsellm.observers.display import Display
+from sparsellm.observers.events import Observer, combine_observers
+from sparsellm.outputs.folder import folder_path
+from sparsellm.outputs.saving import Result
 from sparsellm.pipeline.interface import texts_in_memory
-from sparsellm.pipeline.keyword_types import RunKeywords
-from sparsellm.pipeline.keywords import recipe_keywords
-from sparsellm.pipeline.loading import named_model
-from sparsellm.pipeline.output_folder import folder_path
-from sparsellm.pipeline.saving import Result
+from sparsellm.recipes.keyword_types import RunKeywords
+from sparsellm.recipes.keywords import recipe_keywords
 from sparsellm.texts.in_memory import CalibrationData
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def recover(
         steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 1200 for the whole model,
             100 for each block.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
-        observe: Callback that receives every stage and block (see `sparsellm.pipeline.events`).
+        observe: Callback that receives every stage and block (see `sparsellm.observers.events`).
         **settings: Any other field of `RecoveryRecipe` but `dtype`, which is that of the pruned run.
 
     Returns:

@@ -23,13 +23,13 @@ from sparsellm.methods import WHOLE_MODEL, BlockResult, BlockShapes, Memory, Tra
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head, outside_parameters
-from sparsellm.pipeline.events import Advance, add_note, run_stage
-from sparsellm.pipeline.journal import Journal
+from sparsellm.observers.events import Advance, add_note, run_stage
+from sparsellm.outputs.journal import Journal
+from sparsellm.outputs.work_directory import TRAINING_STATE
 from sparsellm.pipeline.loading import OpenedModel, Placement
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
 from sparsellm.pipeline.run import Run
-from sparsellm.pipeline.work_directory import TRAINING_STATE
+from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.linalg import count_zeros

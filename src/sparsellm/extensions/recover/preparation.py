@@ -10,12 +10,12 @@ from sparsellm.extensions.recover.model_training import ModelTraining
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.methods import Plan
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.events import Note, Observer
-from sparsellm.pipeline.fingerprint import DenseCache
+from sparsellm.observers.events import Note, Observer
+from sparsellm.outputs.report import Report
+from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.loading import OpenedModel
-from sparsellm.pipeline.plan import PlannedLayer, list_layers
 from sparsellm.pipeline.preparation import Prepared, read_texts, sequences_a_batch
-from sparsellm.pipeline.report import Report
+from sparsellm.recipes.plan import PlannedLayer, list_layers
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.texts.in_memory import Given
 

@@ -10,11 +10,10 @@ from pydantic import model_validator
 
 from sparsellm.errors import InvalidSetting, plural
 from sparsellm.extensions.recover.recipe_fields import RecoveryFields
-from sparsellm.pipeline.recipe import NEEDS_TEXT, RunRecipe
+from sparsellm.recipes.recipe import NEEDS_TEXT, RunRecipe
 
 if TYPE_CHECKING:
-    from sparsellm.methods import TrainingResult
-    from sparsellm.pipeline.results import Totals
+    from sparsellm.methods import Totals, TrainingResult
 
 SCOPE_STEPS = {"block": 100, "model": 1200}
 """Default number of gradient steps: for each block, or for the whole model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sparsellm.pipeline.recipe_fields import Names, RunFields, method_option, option
+from sparsellm.recipes.fields import Names, RunFields, method_option, option
 
 
 class RecoveryFields(RunFields):

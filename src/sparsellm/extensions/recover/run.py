@@ -22,22 +22,22 @@ from sparsellm.extensions.recover.model_training import JournalStore
 from sparsellm.extensions.recover.preparation import PreparedRecovery, prepare_recovery
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.stage_memory import MEASURING_CHECKPOINT, fit_to_disk
-from sparsellm.methods import BlockResult, Plan
+from sparsellm.methods import BlockResult, Plan, Step
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pipeline.events import OPENING, READING_TEXTS, Observer, add_note, run_stage
-from sparsellm.pipeline.input_digests import check_inputs
-from sparsellm.pipeline.journal import Journal
+from sparsellm.observers.events import OPENING, READING_TEXTS, Observer, add_note, run_stage
+from sparsellm.outputs.finished import changed_before
+from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.outputs.journal import Journal
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.saving import Result
+from sparsellm.pipeline.dense_results import estimate_fisher
 from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, open_model
-from sparsellm.pipeline.outputs import changed_before
-from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import Prepared
-from sparsellm.pipeline.report import Report
 from sparsellm.pipeline.run import Run, RunArguments, recorded
-from sparsellm.pipeline.saving import Result
-from sparsellm.pipeline.sensitivities import estimate_fisher
-from sparsellm.pipeline.sequential import Step, block_steps, visit_blocks
+from sparsellm.pipeline.sequential import block_steps, visit_blocks
+from sparsellm.recipes.path_names import PathNames
 from sparsellm.texts.in_memory import Given
 from sparsellm.texts.padding import token_digest
 

@@ -11,10 +11,9 @@ from sparsellm.extensions.recover.model_training import state_bytes, trained_by_
 from sparsellm.extensions.recover.preparation import PreparedRecovery
 from sparsellm.extensions.recover.training.memory import trained_bytes
 from sparsellm.methods import BlockShapes, Memory, planned_layers
-from sparsellm.pipeline.estimates import check_disk
-from sparsellm.pipeline.events import MEASURING, SENSITIVITIES, Observer
+from sparsellm.observers.events import MEASURING, SENSITIVITIES, Observer
 from sparsellm.pipeline.loading import Placement
-from sparsellm.pipeline.planning import estimate
+from sparsellm.pipeline.planning import check_disk, estimate
 from sparsellm.pipeline.stage_memory import block_shapes, blocks_memory, measuring_memory, model_bytes, sensitivities_memory
 
 MEASURING_CHECKPOINT = "measuring the pruned checkpoint"

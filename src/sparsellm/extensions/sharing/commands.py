@@ -15,7 +15,7 @@ from sparsellm.cli.run_options import RunOptions
 from sparsellm.errors import plural
 
 if TYPE_CHECKING:
-    from sparsellm.pipeline.events import Observer
+    from sparsellm.observers.events import Observer
 
 Repo = Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, as owner/name; may be new.")]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from sparsellm import __version__
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable, first_line
-from sparsellm.pipeline.outputs import read_finished
-from sparsellm.pipeline.verification import verify
+from sparsellm.outputs.finished import read_finished
+from sparsellm.outputs.verification import verify
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -17,7 +17,7 @@ from accelerate.utils import clear_environment
 
 from sparsellm.errors import InvalidSetting, MissingPackage, first_line, nearest
 from sparsellm.methods import BlockResult
-from sparsellm.pipeline.events import Begun, Ended, Event, Measured, Note, Observer
+from sparsellm.observers.events import Begun, Ended, Event, Measured, Note, Observer
 
 RUN_NAME = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name", "clearml": "task_name"}
 

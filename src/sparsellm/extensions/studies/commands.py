@@ -119,7 +119,7 @@ def sweep(
         from sparsellm.extensions.studies.sweep_file import read_sweep
         from sparsellm.extensions.studies.sweep_runner import read_outcomes, run_sweep
         from sparsellm.extensions.studies.sweep_tables import grid, legend, table, to_json, write_tables
-        from sparsellm.pipeline.display import Display
+        from sparsellm.observers.display import Display
         from sparsellm.runtime import process_group
         from sparsellm.texts.paths import local_path
 
@@ -197,7 +197,7 @@ def search(
     """
     with report_errors(context):
         from sparsellm.errors import TargetNotReached
-        from sparsellm.pipeline.recipe_file import read_search
+        from sparsellm.recipes.file import read_search
         from sparsellm.solvers.patterns import parse_pattern
 
         recipe = read_search(settings | ({"model": model} if model else {}), config)
@@ -209,7 +209,7 @@ def search(
         from sparsellm.cli.result_text import print_summary
         from sparsellm.extensions.studies.search import search_sparsity
         from sparsellm.extensions.studies.target import Target
-        from sparsellm.pipeline.display import Display
+        from sparsellm.observers.display import Display
 
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
@@ -273,10 +273,11 @@ def report(
 
 def _saved(run: str) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
+    from sparsellm.checkpoints.files import REPORT
     from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
     from sparsellm.extensions.studies.sweep_tables import table, to_json
-    from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
-    from sparsellm.pipeline.report import read_report
+    from sparsellm.outputs.folder import check_results, is_sweep
+    from sparsellm.outputs.report import read_report
 
     folder = check_results(run)
     if not is_sweep(folder):
@@ -359,9 +360,9 @@ def demo(
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.extensions.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
-        from sparsellm.pipeline.display import Display, with_standard_error
-        from sparsellm.pipeline.events import combine_observers
-        from sparsellm.pipeline.saving import check_output
+        from sparsellm.observers.display import Display, with_standard_error
+        from sparsellm.observers.events import combine_observers
+        from sparsellm.outputs.saving import check_output
 
         if output is not None:
             check_output(output)

@@ -10,15 +10,16 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
+from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import InvalidSetting, capitalized, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.extensions.studies.measures import Figure, figure_of, measures, short_names
 from sparsellm.extensions.studies.ranking import Ranking, rank_figures
 from sparsellm.extensions.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
-from sparsellm.pipeline.output_folder import REPORT, check_results, is_sweep
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.report import NOT_PRUNED, Report, When, load_report
+from sparsellm.outputs.folder import check_results, is_sweep
+from sparsellm.outputs.report import NOT_PRUNED, Report, When, load_report
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.runtime.memory import human_bytes
 
 WEIGHT_FILES = (".safetensors", ".bin")

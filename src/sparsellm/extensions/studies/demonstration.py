@@ -18,7 +18,7 @@ from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH
 from sparsellm.extensions.packed.packing import pack
 from sparsellm.extensions.packed.speed import measure_bench
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.pipeline.events import (
+from sparsellm.observers.events import (
     MEASURING,
     WRITING,
     Event,
@@ -29,9 +29,9 @@ from sparsellm.pipeline.events import (
     advance_by,
 )
 from sparsellm.pipeline.prune import prune_run
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import METHODS
-from sparsellm.pipeline.recipe_file import read_recipe
+from sparsellm.recipes.fields import METHODS
+from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
-from sparsellm.checkpoints.files import checkpoint_name
+from sparsellm.checkpoints.files import REPORT, checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.extensions.packed.card import record_speed, recordable
@@ -26,14 +26,14 @@ from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import Outcome, run_sweep
 from sparsellm.extensions.studies.sweep_tables import write_tables
 from sparsellm.extensions.studies.target import Target
-from sparsellm.pipeline.display import Display
-from sparsellm.pipeline.events import Observer, combine_observers
-from sparsellm.pipeline.keyword_types import PruneKeywords
-from sparsellm.pipeline.keywords import recipe_keywords
-from sparsellm.pipeline.output_folder import REPORT, WORK, check_place, check_results
-from sparsellm.pipeline.recipe_fields import MethodName
-from sparsellm.pipeline.recipe_file import read_search
-from sparsellm.pipeline.saving import Result
+from sparsellm.observers.display import Display
+from sparsellm.observers.events import Observer, combine_observers
+from sparsellm.outputs.folder import WORK, check_place, check_results
+from sparsellm.outputs.saving import Result
+from sparsellm.recipes.fields import MethodName
+from sparsellm.recipes.file import read_search
+from sparsellm.recipes.keyword_types import PruneKeywords
+from sparsellm.recipes.keywords import recipe_keywords
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path
@@ -88,7 +88,7 @@ def sweep(
         retry: Run failed cells again.
         device: Device that replaces the recipes'.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
-        observe: Callback that receives the events of all runs (see `sparsellm.pipeline.events`).
+        observe: Callback that receives the events of all runs (see `sparsellm.observers.events`).
 
     Returns:
         The state of every cell: "finished" with a `report`, "failed" with an `error`, "at work" in another process, or "open".
@@ -150,7 +150,7 @@ def search(
         calibration: A text file, or the name of a text (c4, wikitext2, ptb, demo).
         overwrite: Replace an existing folder that sparsellm wrote.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
-        observe: Callback that receives the events of all runs (see `sparsellm.pipeline.events`).
+        observe: Callback that receives the events of all runs (see `sparsellm.observers.events`).
         **settings: Any other field of `Recipe`.
 
     Returns:

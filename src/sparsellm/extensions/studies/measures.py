@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsellm.evaluation.differences import Deviations, Difference, difference, joined_deviations, mean_deviations
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, is_fraction, mean, measure_of
-from sparsellm.pipeline.report import PrunedReport, Report, When
+from sparsellm.outputs.report import PrunedReport, Report, When
 
 BITS_A_WEIGHT = "bits a weight"
 """The measure of what the pruned layers take when they are packed; for rounded ones."""

@@ -13,6 +13,7 @@ from typing import Literal
 import yaml
 from jinja2 import Environment, StrictUndefined
 
+from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import capitalized, plural
 from sparsellm.extensions.packed.sizes import Packed
@@ -28,11 +29,11 @@ from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_plots import sweep_plots
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
 from sparsellm.extensions.studies.sweep_tables import Row, grid, legend, models, shown_measures, table
-from sparsellm.pipeline.output_folder import REPORT, is_sweep
-from sparsellm.pipeline.path_names import PathNames, local_files
-from sparsellm.pipeline.recipe import RunRecipe
-from sparsellm.pipeline.report import NOT_PRUNED, Report, read_report
-from sparsellm.pipeline.saving import Result
+from sparsellm.outputs.folder import is_sweep
+from sparsellm.outputs.report import NOT_PRUNED, Report, read_report
+from sparsellm.outputs.saving import Result
+from sparsellm.recipes.path_names import PathNames, local_files
+from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.texts.paths import local_path
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from sparsellm.extensions.studies.sweep_cells import Cell, Published, Sweep
-from sparsellm.pipeline.own_method import ObjectRecipe
-from sparsellm.pipeline.recipe import Recipe, RunRecipe
-from sparsellm.pipeline.recipe_fields import fields_of_others
+from sparsellm.recipes.fields import fields_of_others
+from sparsellm.recipes.own_method import ObjectRecipe
+from sparsellm.recipes.recipe import Recipe, RunRecipe
 
 
 def run_command(recipe: RunRecipe, output: str) -> str:

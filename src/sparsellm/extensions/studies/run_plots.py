@@ -21,7 +21,7 @@ from sparsellm.extensions.studies.figures import (
 from sparsellm.extensions.studies.measures import short_names, value_with_error
 from sparsellm.extensions.studies.search_result import SearchResult
 from sparsellm.methods import WHOLE_MODEL, BlockResult, LayerResult, TrainingResult
-from sparsellm.pipeline.report import Report
+from sparsellm.outputs.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.colors import Normalize

@@ -18,17 +18,17 @@ from sparsellm.extensions.studies.search_result import SEARCH, Point, SearchResu
 from sparsellm.extensions.studies.sweep_cells import Cell
 from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell
 from sparsellm.extensions.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
-from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage, add_note
-from sparsellm.pipeline.fingerprint import environment, model_fingerprint
-from sparsellm.pipeline.input_digests import check_inputs, run_inputs
-from sparsellm.pipeline.journal import JOURNAL
+from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage, add_note
+from sparsellm.outputs.fingerprint import environment, model_fingerprint
+from sparsellm.outputs.folder import WORK
+from sparsellm.outputs.input_digests import check_inputs, run_inputs
+from sparsellm.outputs.journal import JOURNAL
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.saving import Result, claimed
 from sparsellm.pipeline.loading import OpenedModel, open_model
-from sparsellm.pipeline.output_folder import WORK
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_file import validated
-from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.run_set import RunSet
-from sparsellm.pipeline.saving import Result, claimed
+from sparsellm.pipeline.several import RunSet
+from sparsellm.recipes.file import validated
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured

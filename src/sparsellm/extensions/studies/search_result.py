@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sparsellm.evaluation.differences import Difference
-from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.results import Section
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.sections import Section
 from sparsellm.solvers.patterns import Unstructured
 
 

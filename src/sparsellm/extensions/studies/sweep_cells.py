@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, FiniteFloat
 
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.pipeline.recipe import Recipe
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.patterns import parse_pattern
 
 

@@ -21,9 +21,9 @@ from sparsellm.extensions.studies.sweep_cells import (
     labels_in_words,
     written,
 )
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import fields_of_others
-from sparsellm.pipeline.recipe_file import explain, read_recipe
+from sparsellm.recipes.fields import fields_of_others
+from sparsellm.recipes.file import explain, read_recipe
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping, read_value
 

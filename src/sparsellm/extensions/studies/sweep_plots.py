@@ -22,7 +22,7 @@ from sparsellm.extensions.studies.measures import BITS_A_WEIGHT, Figure, headlin
 from sparsellm.extensions.studies.sweep_cells import Cell, Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome
 from sparsellm.extensions.studies.sweep_tables import SEED_AXIS, Row, models
-from sparsellm.pipeline.report import Report
+from sparsellm.outputs.report import Report
 from sparsellm.solvers.patterns import NM, parse_pattern
 
 if TYPE_CHECKING:

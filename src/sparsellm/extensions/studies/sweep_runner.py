@@ -21,15 +21,15 @@ from pydantic import TypeAdapter
 
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.extensions.studies.sweep_cells import Cell, Sweep
-from sparsellm.pipeline.events import WRITING, NextRun, Note, Observer, Stage
-from sparsellm.pipeline.input_digests import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input
-from sparsellm.pipeline.output_folder import SWEEP, is_sweep
-from sparsellm.pipeline.output_lock import refuse_links
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.report import Report
-from sparsellm.pipeline.run_set import RunSet
-from sparsellm.pipeline.saving import Result, check_output
-from sparsellm.pipeline.wording import worded
+from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage
+from sparsellm.observers.wording import worded
+from sparsellm.outputs.folder import SWEEP, is_sweep
+from sparsellm.outputs.input_digests import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input
+from sparsellm.outputs.lock import refuse_links
+from sparsellm.outputs.report import Report
+from sparsellm.outputs.saving import Result, check_output
+from sparsellm.pipeline.several import RunSet
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.json_files import FORMAT, durable, read_record, strict_json
 
 CELLS = "cells"

@@ -12,15 +12,15 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.evaluation.differences import MEASURABLE, Difference
 from sparsellm.evaluation.measurements import Measurement
+from sparsellm.extensions.packed.formats.packed_tensors import estimated_bytes
 from sparsellm.extensions.studies.search_result import Point
-from sparsellm.formats.packed_tensors import estimated_bytes
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.outputs.report import Report
 from sparsellm.pipeline.loading import OpenedModel
-from sparsellm.pipeline.path_names import PathNames
 from sparsellm.pipeline.preparation import make_plan
-from sparsellm.pipeline.recipe import Recipe
-from sparsellm.pipeline.recipe_fields import parse_size
-from sparsellm.pipeline.report import Report
+from sparsellm.recipes.fields import parse_size
+from sparsellm.recipes.path_names import PathNames
+from sparsellm.recipes.recipe import Recipe
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
 

@@ -336,7 +336,7 @@ def _check_adapters(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
         if pruned and not _keeps_zeros(layer, pruned):
             raise InvalidSetting(
                 f"The adapter of {_unwrapped(path)} adds to pruned weights, whose zeros would be lost when it is merged "
-                f"({type(layer).__name__}). Add LoRA with sparsellm.peft.sparse_lora; its training needs no other masks."
+                f"({type(layer).__name__}). Add LoRA with sparse_lora, whose training needs no other masks."
             )
 
 

@@ -1,0 +1,354 @@
+"""The fields of a recipe, each with its type, default and description; the command line generates its options from them.
+
+Imports no torch, so that `sparsellm --help` and shell completion need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from sparsellm.errors import InvalidSetting, first_line
+from sparsellm.extension import PROBLEMS, installed
+from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
+
+if TYPE_CHECKING:
+    from sparsellm.methods import AfterSolve
+    from sparsellm.solvers.patterns import Pattern
+
+SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
+MethodName = Literal["sparsellm", SolverName]
+
+METHODS = {
+    "sparsellm": "matches layers to the dense model's outputs, weighted by their effect on the predictions; any solver inside",
+    "alps-accurate": "ALPS with over-relaxation, a penalty that grows half as fast, and a longer final fit",
+    "alps": "finds mask and weights together by ADMM, then refits the weights on the mask (NeurIPS 2024)",
+    "fast-admm": "the first ADMM steps of ALPS with a single factorization, and a short refit",
+    "sparsegpt": "removes the cheapest weights column by column and updates later columns to compensate (ICML 2023)",
+    "wanda": "keeps the largest |weight| times input norm in each row, values unchanged (ICLR 2024)",
+    "magnitude": "keeps the largest weights, without calibration text",
+}
+"""Description of each method by name, as `sparsellm info` prints it."""
+
+SEQUENTIAL = tuple(name for name in METHODS if name not in ("sparsellm", "magnitude"))
+"""Methods that `true_sequential` is for: sparsellm has its own order of layers, and magnitude uses no inputs."""
+
+SCOPES = ("none", "feedforward")
+"""Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""
+
+ALLOCATIONS = ("uniform", "owl", "fisher")
+"""Rules that set each layer's sparsity; a YAML file may be used instead."""
+
+Trait = Literal["path", "measured", "machine", "memory", "sparsellm", "default", "published"]
+"""The kind of a field: a file's name ("path"), something to measure, which changes no weights ("measured"), a matter of the
+machine and not of the result ("machine"), of its memory, on which no bit depends ("memory"), or a setting of the method
+sparsellm, maybe one that only its default or only Algorithm 1 has ("default", "published")."""
+
+EVALUATION = (
+    *("revision", "trust_remote_code", "text_field", "documents", "bos", "sequence_length", "evaluate_limit"),
+    *("task", "task_data", "task_limit", "max_memory", "offload", "device", "dtype"),
+)
+"""Fields that `evaluate` takes."""
+
+MOST = 2**31 - 1
+"""Largest value of every count: the product of two fits the integers of torch."""
+
+_SIZE = TypeAdapter(ByteSize)
+
+
+def parse_size(field: str, value: str) -> int:
+    """The bytes of a size such as 16GiB. Raises InvalidSetting, which names the field."""
+    with suppress(ValidationError):
+        # ByteSize accepts malformed sizes, for example it reads "1,5GiB" as one byte.
+        if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < (size := _SIZE.validate_python(value)) < 2**63:
+            return size
+    raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
+
+
+_as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Names = Annotated[tuple[str, ...], _as_tuple]
+"""Several texts; a single one may be written without a list."""
+
+
+def _field(
+    panel: str,
+    default: Any,
+    description: str,
+    default_text: str | None = None,
+    *,
+    essential: bool = True,
+    least: int | None = None,
+    traits: tuple[Trait, ...] = (),
+    **constraints: Any,
+) -> Any:
+    """A field of the recipe.
+
+    Args:
+        panel: The panel of the help that lists the option, of `HELP_PANELS`.
+        default: The value of a field that is not given; `...` of one that must be given.
+        description: The help text, one sentence.
+        default_text: What is used when the value is None, in words.
+        essential: `--help` lists the option, not only `--help-all`.
+        least: Smallest value of a count, whose largest is `MOST`.
+        traits: What other modules ask of the field, by `fields_with`.
+        **constraints: Bounds of the value, as in `pydantic.Field`.
+    """
+    constraints |= {} if least is None else {"ge": least, "le": MOST}
+    option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential, "traits": traits}
+    return Field(default, description=description, json_schema_extra=option, **constraints)
+
+
+HELP_PANELS = ("Options", "Layers", "Machine", "Method", "Data", "Evaluation", "Model")
+"""Panels of the help, in its order. A function for each makes a field whose option the panel lists."""
+
+option = partial(_field, "Options")
+layers_option = partial(_field, "Layers")
+_machine = partial(_field, "Machine")
+method_option = partial(_field, "Method", essential=False)
+_data = partial(_field, "Data", essential=False)
+_evaluation = partial(_field, "Evaluation", essential=False)
+_model = partial(_field, "Model", essential=False)
+
+
+CONFIG = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class RunFields(BaseModel):
+    """The fields that `prune` and `recover` share."""
+
+    model_config = CONFIG
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """The fields that `repr` and `str` show: none at their defaults, of which a recipe has some forty."""
+        shown = self.changed()
+        yield from ((name, value) for name, value in super().__repr_args__() if name in shown)
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, and the method, as plain data."""
+        declared = type(self).model_fields.items()
+        defaults = {name: [] if field.default == () else field.default for name, field in declared if name != "method"}
+        return {name: x for name, x in self.model_dump(mode="json").items() if name not in defaults or x != defaults[name]}
+
+    model: str = option(..., "Checkpoint folder, Hugging Face name, demo:opt or demo:llama.", traits=("path",))
+    revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
+    trust_remote_code: bool = _model(False, "Run the Python code that comes with the checkpoint.")
+
+    calibration: str | None = option(None, f"Text: {', '.join(TEXT_NAMES)}, or a {TEXT_FILES} file.", traits=("path",))
+    text_field: str | None = _data(
+        None,
+        "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.",
+        "text, messages, conversations, prompt with completion, or instruction with output",
+    )
+    documents: Literal["auto", "whole", "joined"] = _data(
+        "auto",
+        "Sequences are whole documents, cut at the length, or cut from all documents joined; auto is whole for chats.",
+    )
+    bos: Literal["auto", "yes", "no"] = _data(
+        "auto",
+        "Begin each sequence with the tokenizer's BOS token; auto is where it adds one, but for c4, wikitext2 and ptb with OPT"
+        " and LLaMA, which are divided as in the papers.",
+    )
+    samples: int = option(128, "Number of calibration sequences.", least=1)
+    sequence_length: int | None = option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", least=2)
+    seed: int = option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)
+
+    evaluate: Names = option((), "Text to measure perplexity on, as for calibration.", traits=("path", "measured"))
+    evaluate_limit: int | None = _evaluation(
+        None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", least=1, traits=("measured",)
+    )
+    task: Names = _evaluation(
+        (),
+        "Task or group of lm-eval to measure on, such as boolq or mmlu, or the .yaml file of a task.",
+        traits=("path", "measured"),
+    )
+    task_data: str | None = _evaluation(
+        None,
+        "Folder with the questions of the SparseLLM paper's tasks and piqa as .jsonl files.",
+        "downloaded from the hub",
+        traits=("path", "measured"),
+    )
+    task_limit: int | None = _evaluation(
+        None, "Evaluate at most this many questions per task.", "all", least=1, traits=("measured",)
+    )
+
+    max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of free", traits=("machine", "memory"))
+    offload: bool | None = _machine(
+        None, "Load one block at a time.", "when the model needs more than half of the memory", traits=("machine", "memory")
+    )
+    device: str = _machine("auto", "Device: auto, cpu, cuda:1 or mps.", traits=("machine",))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _machine("auto", "Data type; auto is the stored one.")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = _machine(
+        "auto",
+        "Data type of matrix products in passes and gradient steps; auto is bfloat16 for bfloat16 models where the processor"
+        " is measured to be faster with it.",
+        essential=False,
+    )
+    batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", least=1, traits=("machine",))
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for what is neither; pydantic would read `samples: true` as 1."""
+        if isinstance(value, bool) and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
+            raise InvalidSetting(f"`{info.field_name}` got {str(value).lower()}, which is no value of it.")
+        return value
+
+
+class FurtherFields(BaseModel):
+    """Base of fields that an extension adds to recipes of `prune`, whose object has the other fields too.
+
+    A method or property that overrides one of these joins its result with that of `super()`.
+    """
+
+    model_config = CONFIG
+
+    in_place_of_sparsity: ClassVar[tuple[str, ...]] = ()
+    """Fields that set what `sparsity` and `allocation` would. Each has the name of the allocation rule that it stands for."""
+
+    @property
+    def projecting(self) -> str:
+        """The field by which weights are projected once they are solved, as rounding does; empty if none is."""
+        return ""
+
+    def size_label(self) -> str:
+        """What one of `in_place_of_sparsity` asks for, in a few words; empty without it."""
+        return ""
+
+    def describe_more(self) -> str:
+        """The end of the description of a run, after a comma; may be empty."""
+        return ""
+
+    def after_solve(self, pattern: Pattern) -> AfterSolve | None:
+        """What is done to each solved weight. pattern: that of the recipe."""
+        return None
+
+    def further_steps(self) -> tuple[str, ...]:
+        """Names of steps after the blocks, as `Extension.steps` has them."""
+        return ()
+
+    def check_source(self, source: Any) -> None:
+        """Raise InvalidSetting for a model, a `Checkpoint` or `InMemoryModel`, that the fields are not for."""
+
+
+class PruneFields(RunFields, FurtherFields):
+    """The fields of `sparsellm.recipes.recipe.Recipe`, which checks that they agree, without those of extensions."""
+
+    method: MethodName = option("sparsellm", "Pruning method.")
+    sparsity: str | None = option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
+    as_published: bool = method_option(
+        False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.", traits=("sparsellm",)
+    )
+    effort: Literal["fast", "standard", "best"] = option(
+        "standard",
+        "fast prunes each layer alone; standard solves each feed-forward part as one problem; best also trains the model.",
+        traits=("sparsellm", "default"),
+    )
+    solver: SolverName | None = method_option(
+        None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published", traits=("sparsellm",)
+    )
+    gauss_newton_steps: int = method_option(
+        3, "Maximum number of Gauss-Newton rounds on each feed-forward part.", least=0, traits=("sparsellm", "default")
+    )
+    epochs: int = method_option(4, "Number of epochs K of Algorithm 1.", least=1, traits=("sparsellm", "published"))
+    alpha: float = method_option(
+        0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
+    )
+    beta: float = method_option(
+        0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
+    )
+    scope: str | None = method_option(
+        None,
+        "Layers that are pruned as one problem: none or feedforward; with as_published also blocks, as 0:12.",
+        "set by effort",
+        traits=("sparsellm",),
+    )
+    allocation: str | None = layers_option(
+        None,
+        "Rule that sets each layer's sparsity: uniform, owl, fisher, or a YAML file.",
+        "fisher for the method sparsellm, uniform for others and N:M",
+        traits=("path",),
+    )
+    blocks: str = layers_option("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
+    include: Names = layers_option((), "Prune only layers of this name, glob, re:REGEX or type.")
+    exclude: Names = layers_option((), "Do not prune such layers, named as for include.")
+    keep_zeros: bool = layers_option(False, "Keep weights that are zero in the dense model at zero.", essential=False)
+    true_sequential: bool = method_option(
+        False,
+        f"Prune each layer on the outputs of the pruned layers before it in its block ({', '.join(SEQUENTIAL)}).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_sparsity(cls, fields: Any) -> Any:
+        """Set the default sparsity unless another field sets what it would."""
+        if not isinstance(fields, dict):
+            return fields
+        setting = next((name for name in cls.in_place_of_sparsity if fields.get(name) is not None), None)
+        if setting is None:
+            return fields | ({"sparsity": "50%"} if fields.get("sparsity") is None else {})
+        for name in ("sparsity", "allocation"):
+            if fields.get(name) is not None:
+                raise InvalidSetting(
+                    f"`{setting}` sets each layer's sparsity, so that `{name}` has no place. Leave out one of the two."
+                )
+        return fields
+
+
+def _with_extensions() -> type[PruneFields]:
+    """The fields with those that extensions add; one whose name is taken leaves its extension's out."""
+    brought: list[type[FurtherFields]] = []
+    taken = set(PruneFields.model_fields)
+    for extension in installed():
+        for value in extension.extension.fields.get("prune", ()):
+            try:
+                kind = extension.load(value)
+                if both := taken & kind.model_fields.keys():
+                    raise InvalidSetting(f"{min(both)!r} is a field already")
+            except (InvalidSetting, AttributeError) as error:
+                PROBLEMS.append(f"the fields {value} of the package {extension.package} are left out: {first_line(error)}")
+                continue
+            taken |= kind.model_fields.keys()
+            brought.append(kind)
+    bases: Any = (*brought, PruneFields)
+    return cast("type[PruneFields]", create_model("RecipeFields", __base__=bases, __module__=__name__))
+
+
+if TYPE_CHECKING:
+    RecipeFields = PruneFields
+else:
+    RecipeFields = _with_extensions()
+
+
+def fields_with(kind: type[RunFields], *traits: Trait) -> tuple[str, ...]:
+    """Return the names of the fields of a recipe's class that have one of these traits."""
+    options = [(name, cast("dict[str, Any]", field.json_schema_extra or {})) for name, field in kind.model_fields.items()]
+    return tuple(name for name, option in options if not {*traits}.isdisjoint(option.get("traits", ())))
+
+
+def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
+    """Return the fields that belong to other methods than this one."""
+    others = fields_with(RecipeFields, "sparsellm" if method != "sparsellm" else "default" if as_published else "published")
+    return (*others, *(("true_sequential",) if method in METHODS and method not in SEQUENTIAL else ()))
+
+
+def is_object(fields: Mapping[str, Any]) -> bool:
+    """Whether the method in a recipe's fields is the name of an object's class."""
+    method = fields.get("method")
+    return isinstance(method, str) and method not in METHODS

@@ -1,0 +1,254 @@
+"""Recipes: all settings of a run as validated data. Imports no torch, so that a wrong value is refused within half a second."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import yaml
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.extension import names_of
+from sparsellm.recipes.fields import (
+    ALLOCATIONS,
+    SCOPES,
+    SEQUENTIAL,
+    RecipeFields,
+    RunFields,
+    SolverName,
+    fields_of_others,
+    parse_size,
+)
+from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
+
+if TYPE_CHECKING:
+    from sparsellm.methods import Totals, TrainingResult
+
+EFFORTS: dict[str, tuple[SolverName, str]] = {
+    "fast": ("fast-admm", "none"),
+    "standard": ("alps-accurate", "feedforward"),
+    "best": ("alps-accurate", "feedforward"),
+}
+"""Solver and scope of each effort, used where the recipe sets none."""
+
+SAVED: dict[str, Any] = {"saved": True}
+"""Context of the validation of a recipe that a report holds, whose names may be those of packages that are not installed."""
+
+NEEDS_TEXT = f"needs a calibration text: pass a {TEXT_FILES} file as `calibration`, or one of {', '.join(TEXT_NAMES)}."
+
+
+class RunRecipe(RunFields):
+    """Settings that pruning and recovery share: dense model, calibration text, evaluation and hardware."""
+
+    command: ClassVar[str]
+    """Name of the command that runs the recipe."""
+
+    argument: ClassVar[str]
+    """Field that is the first argument of the command."""
+
+    stage: ClassVar[str]
+    """Name of the stage that goes from block to block."""
+
+    result: ClassVar[str]
+    """The word for a model after the run."""
+
+    trains: ClassVar[bool] = False
+    """Whether the run trains a model that is pruned already."""
+
+    renamed: ClassVar[dict[str, str]] = {}
+    """Fields whose options have other names, with these names; they are given in every command."""
+
+    inherited: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are no options, since the command takes them from what it reads."""
+
+    @property
+    def also_read(self) -> tuple[str, ...]:
+        """Folders that the run reads besides the dense model's."""
+        return ()
+
+    @field_validator("max_memory")
+    @classmethod
+    def _is_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_size("max_memory", value)
+        return value
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`max_memory` in bytes; None if it is not set."""
+        return None if self.max_memory is None else parse_size("max_memory", self.max_memory)
+
+    @property
+    def allocation_rule(self) -> str:
+        """The allocation rule, or the path of an allocation file."""
+        return "uniform"
+
+    @property
+    def allocation_file(self) -> str | None:
+        """The path of the allocation file; None for a rule."""
+        rule = self.allocation_rule
+        return None if rule in ALLOCATIONS or rule in names_of("allocations") else rule
+
+    @property
+    def allocates(self) -> bool:
+        """Whether a rule sets each layer's pattern by what the dense model computes."""
+        return self.allocation_rule != ALLOCATIONS[0] and self.allocation_file is None
+
+    @property
+    def sets_patterns_later(self) -> bool:
+        """Whether each layer's pattern is chosen once the layers are measured, so that the plan has none."""
+        return False
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the run needs calibration sequences."""
+        return True
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether 16-bit models are computed in float32 on every device, not only on a CPU."""
+        return self.compute_dtype == "float32"
+
+    @property
+    def steps_after(self) -> tuple[str, ...]:
+        """Names of the steps that the whole model takes after its blocks, as `Extension.steps` has them."""
+        return ()
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Summarize the run in one line."""
+
+    @abstractmethod
+    def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
+        """Summarize the finished run in one line, given its totals and its trainings by name."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert the recipe to plain data, ready for JSON: the command that runs it, and its fields."""
+        return {"command": self.command, **self.model_dump(mode="json")}
+
+    def to_yaml(self) -> str:
+        """Convert the recipe to YAML: its method, and every field that differs from its default."""
+        return yaml.safe_dump(self.changed(), sort_keys=False, allow_unicode=True)
+
+
+class Recipe(RunRecipe, RecipeFields):
+    """All settings of a pruning run, as on the command line and in YAML; docs/cli.md describes each field."""
+
+    command: ClassVar[str] = "prune"
+    argument: ClassVar[str] = "model"
+    stage: ClassVar[str] = "pruning"
+    result: ClassVar[str] = "pruned"
+
+    @field_validator("sparsity", "blocks", "scope", mode="before")
+    @classmethod
+    def _as_text(cls, value: object) -> object:
+        return value if value is None else str(value)
+
+    @field_validator("sparsity")
+    @classmethod
+    def _is_pattern(cls, value: str | None) -> str | None:
+        return value if value is None else str(parse_pattern(value))
+
+    @model_validator(mode="after")
+    def _check_method(self) -> Recipe:
+        name = self._first_changed(*fields_of_others(self.method, self.as_published))
+        if name == "true_sequential" or (name and self.method != "sparsellm"):
+            methods = ", ".join(SEQUENTIAL) if name == "true_sequential" else "sparsellm"
+            raise InvalidSetting(f"`{name}` is for {methods}, got the method {self.method}. Leave it out.")
+        if name:
+            uses, advice = "only Algorithm 1 uses it", "Pass `as_published=True` with it, or leave it out"
+            if self.as_published:
+                uses, advice = "Algorithm 1 as published does not use it", "Leave out either it or `as_published`"
+            raise InvalidSetting(f"`{name}` is {getattr(self, name)}, but {uses}. {advice}.")
+        if self.method == "sparsellm" and not self.as_published and self.scope not in (None, *SCOPES):
+            raise InvalidSetting(
+                f"`scope` is unknown: got {self.scope!r}. {nearest(str(self.scope), SCOPES)} "
+                "A list of blocks needs `as_published=True`."
+            )
+        if self.resolved_scope == "none" and self.gauss_newton_steps and self._first_changed("gauss_newton_steps"):
+            raise InvalidSetting(
+                "With `scope` none, or `effort` fast, every layer is pruned separately: leave out `gauss_newton_steps`."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_inputs(self) -> Recipe:
+        if self.allocates and not self.pattern.is_shareable:
+            raise InvalidSetting(
+                f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
+                "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
+            )
+        if self.reads_text and self.calibration is None:
+            subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
+            subject = subject if self.sparsity is not None else f"A run with `{self.allocation_rule}`"
+            raise InvalidSetting(f"{subject} {NEEDS_TEXT}")
+        return self
+
+    def _first_changed(self, *names: str) -> str:
+        """Name the first of these fields that differs from its default; empty if all have theirs."""
+        return next((name for name in names if getattr(self, name) != type(self).model_fields[name].default), "")
+
+    @field_validator("allocation")
+    @classmethod
+    def _is_rule(cls, value: str | None, info: ValidationInfo) -> str | None:
+        known = [*ALLOCATIONS, *(name for name in names_of("allocations") if name not in cls.in_place_of_sparsity)]
+        if value is not None and value not in known and not value.endswith((".yaml", ".yml")) and info.context is not SAVED:
+            raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, known)} Or pass a .yaml file.")
+        return value
+
+    @property
+    def pattern(self) -> Pattern:
+        """`sparsity` as a pattern; without one, where each layer's is set later, one that removes nothing."""
+        return Unstructured(0) if self.sparsity is None else parse_pattern(self.sparsity)
+
+    @property
+    def label(self) -> str:
+        """`sparsity`, or what is asked for in its place, as "3 bits a weight"."""
+        return self.size_label() if self.sparsity is None else self.sparsity
+
+    @property
+    def allocation_rule(self) -> str:
+        if (setting := next((name for name in self.in_place_of_sparsity if getattr(self, name) is not None), None)) is not None:
+            return setting
+        is_removing = self.pattern.is_shareable and self.pattern.sparsity > 0
+        nonuniform = self.method == "sparsellm" and not self.as_published and is_removing
+        return self.allocation or ("fisher" if nonuniform else "uniform")
+
+    @property
+    def sets_patterns_later(self) -> bool:
+        return self.sparsity is None
+
+    @property
+    def inner_solver(self) -> SolverName:
+        """Name of the layer solver used by the method sparsellm."""
+        return self.solver or ("sparsegpt" if self.as_published else EFFORTS[self.effort][0])
+
+    @property
+    def resolved_scope(self) -> str:
+        """`scope`, or the one that `effort` sets."""
+        return self.scope or EFFORTS[self.effort][1]
+
+    @property
+    def reads_text(self) -> bool:
+        return self.method != "magnitude" or self.allocates
+
+    @property
+    def steps_after(self) -> tuple[str, ...]:
+        return (*(("training",) if self.effort == "best" else ()), *self.further_steps())
+
+    def describe(self, predicate: str = "removed") -> str:
+        """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""
+        detail = f" ({'as published, ' if self.as_published else ''}{self.inner_solver} inside, {self.epochs} epochs)"
+        if not self.as_published:
+            detail = f" ({self.inner_solver} inside, scope: {self.resolved_scope})"
+        if self.method != "sparsellm":
+            detail = " (true-sequential)" if self.true_sequential else ""
+        size = self.size_label() if self.sparsity is None else self.pattern.describe(predicate)
+        return f"{self.method}{detail}, {size}{self.describe_more()}"
+
+    def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
+        zeros = totals.before_and_after
+        return f"{self.describe('to be zero')}; {zeros}" if zeros else self.describe()
