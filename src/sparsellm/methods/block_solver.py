@@ -92,6 +92,7 @@ class BlockSolver:
         names = planned_layers(block, plan)
         self._pruned_masks = {name: zero_mask(block.layer(name).weight, settings.keep_zeros) for name in names}
         self._curvatures = curvatures
+        self._tasks: dict[str, Task] = {}  # of layers that are still to be solved or projected
 
     def solve_group(self, names: Sequence[str], last: bool) -> None:
         """Solve layers that share an input, each separately, and write them.
@@ -101,8 +102,8 @@ class BlockSolver:
             last: Whether this is the last group of the block.
         """
         regressions = self._targets.regressions(names, last)
-        tasks = [Task(name, regressions[name], self._curvatures.get(name)) for name in names]
-        self._solve(tasks, self._settings.after_solve)
+        self._tasks |= {name: Task(name, regressions[name], self._curvatures.get(name)) for name in names}
+        self._solve(names, self._settings.after_solve)
         self._targets.mark_final(names)
 
     def solve_part(self, feed_forward: FeedForward, fisher: Tensor) -> Iterator[EpochResult]:
@@ -153,14 +154,15 @@ class BlockSolver:
         training, judge = problem.split() if rounds else (problem, problem)
         curvatures = problem.curvatures(self._weights(names))
         energy = max(judge.target_energy(), 1e-30)
-        tasks = [Task(name, regressions[name], curvatures.pop(name)) for name in names[:-1]]
+        self._tasks |= {name: Task(name, regressions[name], curvatures.pop(name)) for name in names[:-1]}
         del regressions
-        self._solve([*tasks] if after_solve else tasks)  # which empties the list
-        self._solve([Task(names[-1], training.regression(self._weights(names)), problem.fisher)])
+        self._solve(names[:-1], keep=after_solve is not None)
+        self._tasks[names[-1]] = Task(names[-1], training.regression(self._weights(names)), problem.fisher)
+        self._solve(names[-1:])
         yield EpochResult(self._block.name, 1, "solve", judge.error(self._weights(names)) / energy, True)
         yield from self._gauss_newton(problem, names, energy) if rounds else ()
         if after_solve:
-            self._project_part(problem, tasks, after_solve)
+            self._project_part(problem, after_solve)
             yield EpochResult(self._block.name, 1, "round", judge.error(self._weights(names)) / energy, True)
 
     def _gauss_newton(self, problem: FeedForwardProblem, names: tuple[str, ...], energy: float) -> Iterator[EpochResult]:
@@ -202,25 +204,29 @@ class BlockSolver:
         for name in planned_layers(self._block, self._plan):
             yield replace(self._results[name], zeros=count_zeros(self._block.layer(name).weight))
 
-    def _solve(self, tasks: list[Task], after_solve: AfterSolve | None = None) -> None:
+    def _solve(self, names: Sequence[str], after_solve: AfterSolve | None = None, *, keep: bool = False) -> None:
         """Solve layers toward their targets, in parallel over processes, and write biases, and weights after `after_solve`.
 
-        The list is emptied: without `after_solve`, curvature and products of a layer are freed as soon as the layer is solved.
+        Without `after_solve`, the curvature and products of a layer are freed as soon as the layer is solved.
+
+        Args:
+            keep: Whether their tasks stay, for `_project_part`.
         """
-        by_name, regressions = {task.name: task for task in tasks}, {task.name: task.regression for task in tasks}
-        tasks.clear()
+        regressions = {name: self._tasks[name].regression for name in names}
 
         def solve_task(name: str) -> tuple[Tensor, dict[str, Any]]:
-            weight, result = self._solve_task(by_name[name] if after_solve else by_name.pop(name))
+            weight, result = self._solve_task(self._tasks[name] if keep or after_solve else self._tasks.pop(name))
             return weight, LAYER_RESULT.dump_python(result, mode="json")
 
-        for name, weight, result in solve_in_parallel(self._block, list(by_name), solve_task):
+        for name, weight, result in solve_in_parallel(self._block, names, solve_task):
             self._results[name], self._keep[name] = LAYER_RESULT.validate_python(result), weight != 0
             regression, final = regressions.pop(name), weight
             if after_solve:
-                final, kept = self._projected(by_name[name], weight, after_solve), self._results[name]
+                final, kept = self._projected(self._tasks.pop(name), weight, after_solve), self._results[name]
                 self._results[name] = replace(kept, error=relative_error(regression.error(final), regression.power))
             self._write({name: (final, regression.bias(final))})
+            if not keep:
+                self._tasks.pop(name, None)  # which another process solved
 
     def _solve_task(self, task: Task) -> tuple[Tensor, LayerResult]:
         """Solve one layer; the weight is not written."""
@@ -251,27 +257,27 @@ class BlockSolver:
         return task.regression.problem(prior, task.curvature)
 
     def _projected(self, task: Task, weight: Tensor, after_solve: AfterSolve) -> Tensor:
-        """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
-        rounded = after_solve.project(self._block, task.name, weight, self._layer_problem(task))
+        """Project a solved weight of a layer that still has the weight it was solved from; the same in every process."""
+        projected = after_solve.project(self._block, task.name, weight, self._layer_problem(task))
         after_solve.broadcast(self._block, task.name, 0)
-        return collectives.broadcast(0, rounded)
+        return collectives.broadcast(0, projected)
 
-    def _project_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], after_solve: AfterSolve) -> None:
-        """Round the input projections, then the output projection, refitted to what they give."""
+    def _project_part(self, problem: FeedForwardProblem, after_solve: AfterSolve) -> None:
+        """Project the input projections, then the output projection, refitted to what they give."""
         names = problem.names
-        for task in tasks:
-            self._write_projected(task, self._weights(names)[task.name], after_solve)
+        for name in names[:-1]:
+            self._write_projected(self._tasks.pop(name), self._weights(names)[name], after_solve)
         weights = self._weights(names)
         task = Task(names[-1], problem.regression(weights), problem.fisher)
         self._write_projected(task, self._refitted(problem, task.regression, weights[names[-1]][0]), after_solve)
 
     def _write_projected(self, task: Task, current: tuple[Tensor, Tensor | None], after_solve: AfterSolve) -> None:
-        """Round a weight and write it, with the bias that keeps the mean of the outputs."""
+        """Project a weight and write it, with the bias that keeps the mean of the outputs."""
         weight, bias = current
-        rounded = self._projected(task, weight, after_solve)
+        projected = self._projected(task, weight, after_solve)
         if bias is not None:
-            bias = bias + (weight - rounded) @ task.regression.inputs.mean
-        self._write({task.name: (rounded, bias)})
+            bias = bias + (weight - projected) @ task.regression.inputs.mean
+        self._write({task.name: (projected, bias)})
 
     def _refitted(self, problem: FeedForwardProblem, regression: Regression, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the output projection, refitted to the current activations with a fixed mask."""
