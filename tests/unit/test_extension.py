@@ -287,7 +287,7 @@ def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None
     own = ("--allocation", "first-less", "--shrink", "--negate")
     done = program("prune", "demo:opt", tmp_path / "out", *words, *own)
     assert done.returncode == 0, done.stderr
-    with pytest.warns(UserWarning, match="of the recipe shrink, negate are left out"):
+    with pytest.warns(UserWarning, match="fields of my-pruner 1.5, which is not installed, .*: shrink, negate"):
         report = load_report(tmp_path / "out")  # this process does not find the package
     assert {round(layer.sparsity, 2) for layer in report.layers if ".layers.0." in layer.name} == {0.25}
     assert {round(layer.sparsity, 2) for layer in report.layers if ".layers.1." in layer.name} == {0.5}
@@ -297,6 +297,12 @@ def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None
     assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
     plan = program("plan", "demo:opt", *words[:-1], *own)
     assert "negating" in plan.stdout, plan.stderr
+    (tmp_path / "my_pruner-1.5.dist-info").rename(tmp_path / "away")
+    assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
+    again = program("plan", "--config", tmp_path / "out")
+    assert again.returncode == 1
+    assert "needs the package my-pruner 1.5, which brings 'shrink'" in again.stderr
+    (tmp_path / "away").rename(tmp_path / "my_pruner-1.5.dist-info")
     of_pattern = ("--sparsity", "first 3", "--method", "sparsegpt", *words[2:])
     assert program("prune", "demo:opt", tmp_path / "first", *of_pattern).returncode == 0
     assert program("inspect", tmp_path / "first", "--expect", "first 3").returncode == 0

@@ -11,7 +11,7 @@ from pydantic import AliasPath, Field, PlainValidator, TypeAdapter, ValidationEr
 
 from sparsellm.checkpoints.files import REPORT, Origin
 from sparsellm.checkpoints.remarks import remark
-from sparsellm.errors import BadCheckpoint, MissingPackage
+from sparsellm.errors import BadCheckpoint, MissingPackage, printable
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, change_of, plus_minus
 from sparsellm.extension import find
@@ -53,12 +53,16 @@ def _read_recipe(value: Any) -> RunRecipe:
     kind = saved_kind(fields) if command == Recipe.command else find("recipes", str(command))
     if kind is None:
         raise ValueError(f"no installed package brings the command {command!r} that it is for")
+    packages = fields.pop("packages", {})
+    missing = {name: x for name, x in packages.items() if name not in kind.model_fields} if isinstance(packages, dict) else {}
+    for package in dict.fromkeys(map(str, missing.values())):
+        names = ", ".join(name for name, x in missing.items() if str(x) == package)
+        text = (
+            f"fields of {printable(package, 80)}, which is not installed, are left out of the recipe: {printable(names, 200)}"
+        )
+        remark(text, ("recipe", names))
     try:
-        if unknown := [name for name in fields if name not in kind.model_fields]:
-            text = f"of the recipe {', '.join(unknown)} are left out: no installed package brings these fields"
-            remark(text, ("recipe", *unknown))
-        known = {name: x for name, x in fields.items() if name not in unknown}
-        recipe: RunRecipe = kind.model_validate(known, context=SAVED)
+        recipe: RunRecipe = kind.model_validate({k: x for k, x in fields.items() if k not in missing}, context=SAVED)
     except ValidationError as error:
         raise ValueError(explain(error.errors()[0], kind.model_fields)) from None
     return recipe

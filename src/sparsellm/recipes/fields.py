@@ -311,6 +311,10 @@ class PruneFields(RunFields, FurtherFields):
         return fields
 
 
+PACKAGES: dict[str, str] = {}
+"""The package, with its version, of each field that another package brings."""
+
+
 def _with_extensions() -> type[PruneFields]:
     """The fields with those that extensions add; one whose name is taken leaves its extension's out."""
     brought: list[type[FurtherFields]] = []
@@ -326,6 +330,8 @@ def _with_extensions() -> type[PruneFields]:
                 continue
             taken |= kind.model_fields.keys()
             brought.append(kind)
+            if extension.package != __package__.partition(".")[0]:
+                PACKAGES.update(dict.fromkeys(kind.model_fields, f"{extension.package} {extension.version}"))
     bases: Any = (*brought, PruneFields)
     return cast("type[PruneFields]", create_model("RecipeFields", __base__=bases, __module__=__name__))
 

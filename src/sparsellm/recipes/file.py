@@ -139,7 +139,10 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
         raise InvalidSetting(
             f"{path} is of the method {content.get('method')}, an object of Python: pass it as `method` there."
         )
+    packages = content.pop("packages", {}) if saved else {}
     for key in content:
+        if isinstance(packages, dict) and key in packages and key not in Recipe.model_fields:
+            raise InvalidSetting(f"{path} needs the package {packages[key]}, which brings {key!r} and is not installed.")
         if str(key) not in Recipe.model_fields:
             similar = nearest(str(key), Recipe.model_fields)
             raise InvalidSetting(f"The recipe {path} has an unknown field {str(key)!r}. {similar}")

@@ -13,6 +13,7 @@ from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.extension import names_of
 from sparsellm.recipes.fields import (
     ALLOCATIONS,
+    PACKAGES,
     SCOPES,
     SEQUENTIAL,
     RecipeFields,
@@ -126,8 +127,9 @@ class RunRecipe(RunFields):
         """Summarize the finished run in one line, given its totals and its trainings by name."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the recipe to plain data, ready for JSON: the command that runs it, and its fields."""
-        return {"command": self.command, **self.model_dump(mode="json")}
+        """Convert the recipe to plain data for JSON: its command, its fields, and the packages that bring some of them."""
+        packages = {name: package for name, package in PACKAGES.items() if name in type(self).model_fields}
+        return {"command": self.command, **self.model_dump(mode="json"), **({"packages": packages} if packages else {})}
 
     def to_yaml(self) -> str:
         """Convert the recipe to YAML: its method, and every field that differs from its default."""
