@@ -311,7 +311,7 @@ class PruneFields(RunFields, FurtherFields):
         return fields
 
 
-PACKAGES: dict[str, str] = {}
+BROUGHT_BY: dict[str, str] = {}
 """The package, with its version, of each field that another package brings."""
 
 
@@ -331,7 +331,7 @@ def _with_extensions() -> type[PruneFields]:
             taken |= kind.model_fields.keys()
             brought.append(kind)
             if extension.package != __package__.partition(".")[0]:
-                PACKAGES.update(dict.fromkeys(kind.model_fields, f"{extension.package} {extension.version}"))
+                BROUGHT_BY.update(dict.fromkeys(kind.model_fields, f"{extension.package} {extension.version}"))
     bases: Any = (*brought, PruneFields)
     return cast("type[PruneFields]", create_model("RecipeFields", __base__=bases, __module__=__name__))
 

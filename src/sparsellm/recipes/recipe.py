@@ -13,7 +13,7 @@ from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.extension import names_of
 from sparsellm.recipes.fields import (
     ALLOCATIONS,
-    PACKAGES,
+    BROUGHT_BY,
     SCOPES,
     SEQUENTIAL,
     RecipeFields,
@@ -128,7 +128,7 @@ class RunRecipe(RunFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the recipe to plain data for JSON: its command, its fields, and the packages that bring some of them."""
-        packages = {name: package for name, package in PACKAGES.items() if name in type(self).model_fields}
+        packages = {name: package for name, package in BROUGHT_BY.items() if name in type(self).model_fields}
         return {"command": self.command, **self.model_dump(mode="json"), **({"packages": packages} if packages else {})}
 
     def to_yaml(self) -> str:
