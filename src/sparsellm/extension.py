@@ -89,14 +89,21 @@ class Installed:
         """By attribute of `Extension`, the names of what it brings."""
         return {door: list(names) for door, names in vars(self.extension).items() if names}
 
-    def load(self, value: str) -> Any:
-        """Import what an import string of the extension names. Raises InvalidSetting, which names the package."""
+    def load(self, value: str, base: type = object) -> Any:
+        """Import what an import string of the extension names. Raises InvalidSetting, which names the package.
+
+        Args:
+            base: The class of which it must be a subclass, if it must be one.
+        """
         module, _, name = value.partition(":")
         try:
-            return getattr(import_module(module), name) if name else import_module(module)
+            found: Any = getattr(import_module(module), name) if name else import_module(module)
+            if base is not object and not issubclass(found, base):
+                raise TypeError(f"it is no subclass of {base.__module__}.{base.__name__}")
         except Exception as error:  # code of others
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise InvalidSetting(f"{value} of the package {self.package} cannot be imported ({reason}).") from error
+        return found
 
 
 PROBLEMS: list[str] = []
@@ -128,21 +135,24 @@ def names_of(door: str) -> list[str]:
     return list(dict.fromkeys(name for extension in installed() for name in getattr(extension.extension, door)))
 
 
-def find(door: str, name: str) -> Any:
-    """What an extension brings by a door under a name, imported; None if there is none.
+def find(door: str, name: str, base: type = object) -> Any:
+    """Import the object that an extension brings by a door under a name; None if there is none.
+
+    Args:
+        base: The class of which it must be a subclass, for doors that take classes of one.
 
     Raises:
-        InvalidSetting: Two packages bring it, or it cannot be imported.
+        InvalidSetting: Two packages bring it, it cannot be imported, or it is no such class.
     """
     found = [x for x in installed() if name in getattr(x.extension, door)]
     if len(found) > 1:
         packages = " and ".join(extension.package for extension in found)
         raise InvalidSetting(f"The packages {packages} both bring {name!r} ({door}). Uninstall one of them.")
-    return found[0].load(getattr(found[0].extension, door)[name]) if found else None
+    return found[0].load(getattr(found[0].extension, door)[name], base) if found else None
 
 
 def named(door: str, taken: Collection[str] = ()) -> dict[str, Any]:
-    """What extensions bring by a door, imported, by name; an InvalidSetting to raise in place of what two packages bring.
+    """Import the objects that extensions bring by a door, by name; an InvalidSetting to raise for a name of two packages.
 
     What cannot be imported, or has a name that is `taken` by sparsellm itself, is left out with a line in `PROBLEMS`.
     """

@@ -14,6 +14,7 @@ import torch
 
 from sparsellm import load_report
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.outputs.folder import SCALES_FILE
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -159,6 +160,11 @@ def test_a_section_of_a_report(tmp_path: Path, program: Program) -> None:
     done = program("report", out)
     assert done.returncode == 0
     assert "other:Missing of the package other cannot be imported" in done.stderr
+    install(tmp_path, "third", SECTION.replace("my_pruner:Notes", "third:Count").replace("notes_of_mine", "a_count"))
+    file.write_text(json.dumps(written | {"a_count": 1}), encoding="utf-8")
+    done = program("report", out)
+    assert done.returncode == 0
+    assert "no subclass of sparsellm.outputs.sections.Section" in done.stderr
 
 
 PARTS = """
@@ -170,12 +176,24 @@ from sparsellm.solvers.patterns import Unstructured
 
 class Shrinking:
     def project(self, block, name, weight, problem):
+        block.scales[name] = weight.new_full((1, 1), 0.5)
         return 0.5 * weight
 
     def broadcast(self, block, name, owner):
         pass
 
     def fields_of(self, full_name, weight):
+        return {}
+
+class Halves:
+    @staticmethod
+    def write(folder, model, report):
+        names = [name for block in report.blocks for name in block.scales]
+        (folder / "halves.txt").write_text("\\n".join(names))
+        return f"{len(names)} layers are listed"
+
+    @staticmethod
+    def formats(folder):
         return {}
 
 class FirstLess:
@@ -269,15 +287,19 @@ from sparsellm.extension import Extension
 
 EXTENSION = Extension(
     fields={"prune": ["my_fields:Fields"]},
-    patterns={"first": "my_pattern:First"},
+    patterns={"first": "my_pattern:First", "missing": "nowhere:Missing"},
     allocations={"first-less": "my_parts:FirstLess"},
     steps={"negate": "my_parts:Negate"},
+    side_files={"halves.txt": "my_parts:Halves", "missing.txt": "nowhere:Missing"},
 )
 """
 
 
 def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None:
-    """By fields, which are options; by a rule that allocates, a projection of weights, a step after the blocks, a pattern."""
+    """By fields, which are options; by a rule that allocates, a projection of weights, a step, a pattern, a file.
+
+    What cannot be imported stops no run that does without it.
+    """
     words = ("--method", "magnitude", "--calibration", "demo", "--samples", 2, "--quiet")
     assert program("prune", "demo:opt", tmp_path / "plain", *words, "--shrink").returncode == 2
     install(tmp_path, "my-pruner", IN_RUNS)
@@ -292,6 +314,10 @@ def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None
     assert {round(layer.sparsity, 2) for layer in report.layers if ".layers.0." in layer.name} == {0.25}
     assert {round(layer.sparsity, 2) for layer in report.layers if ".layers.1." in layer.name} == {0.5}
     models = [open_checkpoint(name).load() for name in (str(tmp_path / "out"), "demo:opt")]
+    assert (tmp_path / "out" / "halves.txt").read_text(encoding="utf-8").splitlines() == [layer.name for layer in report.layers]
+    assert not (tmp_path / "out" / SCALES_FILE).exists()  # these scales are not those of rounding
+    assert f"{len(report.layers)} layers are listed" in report.notes
+    assert any(note.startswith("missing.txt is not written: nowhere:Missing of the package my-pruner") for note in report.notes)
     weight, dense = (model.get_parameter(f"{report.layers[0].name}.weight") for model in models)
     assert torch.equal(weight, torch.where(weight == 0, 0.0, -0.5 * dense))
     assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0

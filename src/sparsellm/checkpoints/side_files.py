@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.headers import stored_weights
 from sparsellm.checkpoints.tensor_index import Stored, locations_of
+from sparsellm.errors import InvalidSetting
 from sparsellm.extension import find, names_of
 
 if TYPE_CHECKING:
@@ -57,9 +58,19 @@ class SideFile(Protocol):
 
 
 def write_side_files(folder: Path, model: PreTrainedModel, report: Any) -> list[str]:
-    """Write the side files of a checkpoint whose layers have scales, and return notes. Arguments as `SideFile.write`."""
-    files: list[SideFile] = [find("side_files", name) for name in names_of("side_files")]
-    return [note for file in files if (note := file.write(folder, model, report))]
+    """Write the side files of a checkpoint whose layers have scales, and return notes. Arguments as `SideFile.write`.
+
+    One that cannot be imported is left out with a note: its package need not have taken part in the run.
+    """
+    notes: list[str] = []
+    for name in names_of("side_files"):
+        try:
+            file: SideFile = find("side_files", name)
+        except InvalidSetting as error:
+            notes.append(f"{name} is not written: {str(error).removesuffix('.')}")
+        else:
+            notes.append(file.write(folder, model, report))
+    return [note for note in notes if note]
 
 
 def formats_of(tensors: Mapping[str, Stored | Tensor]) -> dict[str, StoredFormat]:

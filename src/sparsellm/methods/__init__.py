@@ -271,7 +271,7 @@ class BlockShapes:
 
 
 class AfterSolve(Protocol):
-    """What is done to each solved weight before it is written: a projection, such as rounding to few bits."""
+    """A projection of each solved weight before it is written, such as rounding to few bits."""
 
     def project(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
         """Project a layer's solved weight; what goes with the result, such as scales, is kept in `block.scales`.

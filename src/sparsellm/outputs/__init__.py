@@ -1,4 +1,4 @@
-"""What a run writes and reads again: folder, lock, journal, report, card, digests; saved, verified and inspected.
+"""Outputs of runs: folder, lock, journal, report, card, digests; saved, verified and inspected.
 
 Imports `recipes` and the folders above it.
 """

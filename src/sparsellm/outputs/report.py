@@ -50,7 +50,7 @@ def _read_recipe(value: Any) -> RunRecipe:
         raise ValueError("it is not a mapping")
     fields = dict(value)
     command = fields.pop("command", None)
-    kind = saved_kind(fields) if command == Recipe.command else find("recipes", str(command))
+    kind = saved_kind(fields) if command == Recipe.command else find("recipes", str(command), RunRecipe)
     if kind is None:
         raise ValueError(f"no installed package brings the command {command!r} that it is for")
     packages = fields.pop("packages", {})

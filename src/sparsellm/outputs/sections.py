@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,17 +13,17 @@ from sparsellm.extension import find
 from sparsellm.texts.json_files import first_fault
 
 
-class Section:
+class Section(ABC):
     """Base of a part of a report that an extension brings, under a name of its own in the file."""
 
     @classmethod
+    @abstractmethod
     def from_dict(cls, data: Any) -> Self:
         """Read plain data. Raises pydantic's ValidationError, or ValueError, for any other than `to_dict` gives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_dict(self) -> Any:
         """Plain data, ready for JSON."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """The sentences on it for the page of the run; may be empty."""
@@ -72,7 +73,7 @@ def read_sections(data: Mapping[str, Any], own: Collection[str]) -> dict[str, Se
     sections: dict[str, Section] = {}
     for name in (name for name in data if name not in own):
         try:
-            kind = find("sections", name) or UnknownSection
+            kind = find("sections", name, Section) or UnknownSection
         except InvalidSetting as error:  # a section that cannot be read is kept, and stops no command
             remark(str(error).removesuffix("."), ("section", name))
             kind = UnknownSection

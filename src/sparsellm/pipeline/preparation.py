@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -113,7 +113,8 @@ def prepare_pruning(
         given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
         shared: Keeps the token ids for other runs of this process.
     """
-    length, windows, tests = read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
+    texts = read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
+    windows = texts.windows
     if issubclass(method.needs, Gram):
         blocks = blocks_and_head(opened.skeleton, plan)
         widths = [block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan]
@@ -126,21 +127,20 @@ def prepare_pruning(
             if recipe.allocates:
                 recipe, text = recipe.model_copy(update={"allocation": ALLOCATIONS[0]}), f"{text}, the same fraction of each"
             add_note(f"too few tokens to tell inputs apart: {text}", report, observer)
-    batch = sequences_a_batch(recipe, windows, length=length, observer=observer)
+    batch = sequences_a_batch(recipe, windows, length=texts.length, observer=observer)
     steps = steps_of(recipe)
     for step in steps:
         observer(Note(step.check_memory(opened, windows)))
-    return PreparedPruning(
-        **vars(opened),
-        recipe=recipe,
-        method=method,
-        plan=plan,
-        length=length,
-        windows=windows,
-        tests=tests,
-        batch=batch,
-        steps=steps,
-    )
+    found = vars(opened) | texts._asdict()
+    return PreparedPruning(**found, recipe=recipe, method=method, plan=plan, batch=batch, steps=steps)
+
+
+class Texts(NamedTuple):
+    """The texts of a run as token ids: `Prepared.length`, `windows` and `tests`."""
+
+    length: int
+    windows: Tensor
+    tests: dict[str, Tensor]
 
 
 def read_texts(
@@ -152,12 +152,8 @@ def read_texts(
     observer: Observer,
     given: Given | None,
     shared: DenseCache | None,
-) -> tuple[int, Tensor, dict[str, Tensor]]:
-    """Check the plan against the model, and read the texts of the recipe.
-
-    Returns:
-        The tokens per sequence, and `Prepared.windows` and `tests`.
-    """
+) -> Texts:
+    """Check the plan against the model, and read the texts of the recipe."""
     source, skeleton = opened.source, opened.skeleton
     blocks = blocks_and_head(skeleton, plan)
     report.coverage = opened.coverage.of_plan(opened.blocks, plan)
@@ -183,7 +179,7 @@ def read_texts(
         add_note(f"{name} is both calibration and test text: its perplexity is too low", report, observer)
     if (limit := recipe.evaluate_limit) and tests:
         add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
-    return length, windows, tests
+    return Texts(length, windows, tests)
 
 
 def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Iterator[str]:

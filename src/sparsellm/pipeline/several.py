@@ -32,8 +32,8 @@ Folders = Mapping[Path, RunRecipe]
 class RunSet:
     """Runs of one command: several sparsities, cells of a sweep, or points of a search.
 
-    Results on the dense model are computed once, and a model or a text that is changed between two runs is an error. Who owns
-    the set decides which recipe is run next, and what becomes of its result.
+    Results on the dense model are computed once, and a model or a text that is changed between two runs is an error. The set
+    does not choose the recipes, and keeps no results.
 
     Args:
         observe: Receives the events of all runs.

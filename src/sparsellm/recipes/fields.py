@@ -228,7 +228,7 @@ class FurtherFields(BaseModel):
         return ""
 
     def size_label(self) -> str:
-        """What one of `in_place_of_sparsity` asks for, in a few words; empty without it."""
+        """A label of the size that one of `in_place_of_sparsity` asks for; empty without it."""
         return ""
 
     def describe_more(self) -> str:
@@ -236,7 +236,7 @@ class FurtherFields(BaseModel):
         return ""
 
     def after_solve(self, pattern: Pattern) -> AfterSolve | None:
-        """What is done to each solved weight. pattern: that of the recipe."""
+        """The projection of each solved weight; None without one. pattern: that of the recipe."""
         return None
 
     def further_steps(self) -> tuple[str, ...]:

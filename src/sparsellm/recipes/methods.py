@@ -62,6 +62,6 @@ def method_of(recipe: Recipe, blocks: int) -> BlockMethod:
 
 
 def _imported(place: str) -> Any:
-    """What is at a place, "module:name"."""
+    """Import the object at a place, "module:name"."""
     module, _, name = place.partition(":")
     return attrgetter(name)(import_module(module))

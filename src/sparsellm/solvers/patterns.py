@@ -8,6 +8,7 @@ Imports torch only where a mask is made, so that settings can be checked without
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = "Write 70%, 0.7, 2:4, 3:4 or 4:8."
 
 
-class Pattern:
+class Pattern(ABC):
     """Base of sparsity patterns: frozen dataclasses, each of which `parse` reads from its `str`."""
 
     if TYPE_CHECKING:
@@ -32,9 +33,9 @@ class Pattern:
             """The fraction of a layer's weights that is removed."""
 
     @classmethod
+    @abstractmethod
     def parse(cls, text: str) -> Pattern | None:
         """The pattern that a text names; None if the text is of another form. Raises InvalidSetting for wrong numbers."""
-        raise NotImplementedError
 
     @property
     def column_span(self) -> int | None:
@@ -55,17 +56,18 @@ class Pattern:
         """A description for messages and reports, of weights that are `predicate`."""
         return f"{self} {predicate}"
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: tuple[int, int]) -> None:  # noqa: B027 - most patterns fit every shape
         """Raise InvalidSetting for an (out, in) shape that the pattern does not fit."""
 
+    @abstractmethod
     def count_removed(self, count: int) -> int:
         """Number of weights removed out of `count`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def holds(self, weight: Tensor) -> bool:
         """Whether a weight, (out, in), has the zeros that the pattern asks for, and maybe more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores that the pattern lets. Of equal scores the later position is kept.
 
@@ -76,7 +78,6 @@ class Pattern:
         Returns:
             (out, in) bool, True where a weight is kept.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,15 @@ class Unstructured(Pattern):
         return f"{100 * self.sparsity:.5g}%"
 
     @classmethod
-    def parse(cls, text: str) -> Unstructured:
-        return cls(_fraction(text, "sparsity"))
+    def parse(cls, text: str, name: str = "sparsity") -> Unstructured | None:
+        """Read a fraction or a percentage. name: the setting that it is, for messages."""
+        try:
+            number = float(text.removesuffix("%"))
+        except ValueError:
+            return None
+        fraction = number / 100 if text.endswith("%") else number
+        _check_fraction(fraction, name, text)
+        return cls(fraction)
 
     @property
     def is_shareable(self) -> bool:
@@ -268,22 +276,15 @@ def parse_pattern(text: str | float, name: str = "sparsity") -> Pattern:
         InvalidSetting: If the text is no pattern, or its numbers are out of range.
     """
     stripped = str(text).strip()
-    kinds: list[type[Pattern]] = [NM, *(find("patterns", kind) for kind in names_of("patterns"))]
-    for kind in kinds:
-        if (pattern := kind.parse(stripped)) is not None:
-            return pattern
-    return Unstructured(_fraction(stripped, name))
-
-
-def _fraction(text: str, name: str) -> float:
-    """The fraction that a text names. Raises InvalidSetting if it names none."""
-    try:
-        number = float(text.removesuffix("%"))
-    except ValueError:
-        raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {text!r}. {EXAMPLES}") from None
-    fraction = number / 100 if text.endswith("%") else number
-    _check_fraction(fraction, name, text)
-    return fraction
+    pattern: Pattern | None = NM.parse(stripped)
+    if pattern is None:
+        pattern = Unstructured.parse(stripped, name)
+    for kind in names_of("patterns"):  # which are imported for texts of other forms only
+        if pattern is None:
+            pattern = find("patterns", kind, Pattern).parse(stripped)
+    if pattern is None:
+        raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}")
+    return pattern
 
 
 def _check_fraction(fraction: float, name: str, written: str) -> None:

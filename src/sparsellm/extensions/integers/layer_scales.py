@@ -27,9 +27,9 @@ class ScalesFile:
     @staticmethod
     def write(folder: Path, model: PreTrainedModel, report: Report) -> str:
         """Write it, and note weights that share a tensor with others, or are stored in pieces; `pack` rounds them no more."""
-        scales = {name: x for block in report.blocks for name, x in block.scales.items()}
         formats = {x.name: format for x in report.layers if (format := IntegerFormat.of(x))}
-        left_out = _save_scales(folder, model, scales, formats)
+        scales = {name: x for block in report.blocks for name, x in block.scales.items() if name in formats}
+        left_out = _save_scales(folder, model, scales, formats) if scales else []
         if not left_out:
             return ""
         return (

@@ -43,25 +43,17 @@ def prepare_recovery(
     shared: DenseCache | None = None,
 ) -> PreparedRecovery:
     """Check the plan of a recovery and read its texts, as `prepare_pruning` does."""
-    length, windows, tests = read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
+    texts = read_texts(opened, recipe, plan, report=report, observer=observer, given=given, shared=shared)
+    windows = texts.windows
     trains_blocks = method.training.steps > 0
-    batch = sequences_a_batch(recipe, windows, length=length, observer=observer, at_most_a_step=trains_blocks)
+    batch = sequences_a_batch(recipe, windows, length=texts.length, observer=observer, at_most_a_step=trains_blocks)
     steps = (ModelTraining.of_recovery(recipe, method),) if recipe.steps_after else ()
     if trains_blocks:
         observer(Note(method.check_memory(opened, windows)))
     for step in steps:
         observer(Note(step.check_memory(opened, windows)))
-    return PreparedRecovery(
-        **vars(opened),
-        recipe=recipe,
-        method=method,
-        plan=plan,
-        length=length,
-        windows=windows,
-        tests=tests,
-        batch=batch,
-        steps=steps,
-    )
+    found = vars(opened) | texts._asdict()
+    return PreparedRecovery(**found, recipe=recipe, method=method, plan=plan, batch=batch, steps=steps)
 
 
 def recovery_layers(ready: PreparedRecovery) -> list[PlannedLayer]:
