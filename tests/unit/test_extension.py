@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,6 +136,22 @@ class Notes(Section):
 EXTENSION = Extension(sections={"notes_of_mine": "my_pruner:Notes"})
 """
 )
+
+
+def test_facts_beside_those_of_the_machine(tmp_path: Path, program: Program) -> None:
+    """Those whose names are taken, or that cannot be imported, are left out with a note."""
+    facts = 'EXTENSION = Extension(facts={"my_count": "my_facts", "memory": "my_facts", "missing": "nowhere"})'
+    install(tmp_path, "my-pruner", f"from sparsellm.extension import Extension\n{facts}\n")
+    source = "def examine():\n    return 3\n\ndef rows(entry):\n    return {'mine': [['count', str(entry)]]}\n"
+    (tmp_path / "my_facts.py").write_text(source, encoding="utf-8")
+    for done in (program("info", "--json"), program("info")):
+        assert done.returncode == 0, done.stderr
+        assert "'memory' (facts) of the package my-pruner is not used" in done.stderr
+        assert "nowhere of the package my-pruner cannot be imported" in done.stderr
+    assert re.search(r"^count +3$", done.stdout, re.MULTILINE)
+    found = json.loads(program("info", "--json").stdout)
+    assert found["my_count"] == 3
+    assert found["memory"]["total"] > 0
 
 
 def test_a_section_of_a_report(tmp_path: Path, program: Program) -> None:
@@ -321,6 +338,9 @@ def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None
     weight, dense = (model.get_parameter(f"{report.layers[0].name}.weight") for model in models)
     assert torch.equal(weight, torch.where(weight == 0, 0.0, -0.5 * dense))
     assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
+    few = ("--calibration", "demo", "--samples", 1, "--sequence-length", 32, "--shrink", "--quiet")
+    assert program("prune", "demo:opt", tmp_path / "few", *few).returncode == 0  # magnitude would leave the projection out
+    assert (tmp_path / "few" / "halves.txt").read_text(encoding="utf-8").count("layers") == len(report.layers)
     plan = program("plan", "demo:opt", *words[:-1], *own)
     assert "negating" in plan.stdout, plan.stderr
     (tmp_path / "my_pruner-1.5.dist-info").rename(tmp_path / "away")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout, text_table
-from sparsellm.errors import plural
-from sparsellm.extension import installed, named
+from sparsellm.cli.console import print_json, print_line, print_note, report_errors, stderr, stdout, text_table
+from sparsellm.errors import InvalidSetting, plural
+from sparsellm.extension import PROBLEMS, installed, named
 
 EXTRAS = {
     "plots": "matplotlib",
@@ -35,12 +36,14 @@ def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
     Example: sparsellm info
     """
     with report_errors(context):
-        if as_json:
-            print_json(_examine())
-            return
-        with stderr.status("measuring the processor"):
+        with nullcontext() if as_json else stderr.status("measuring the processor"):
             found = _examine()
-        parts = _parts(found)
+            facts = _brought_facts(found, context)
+            found |= {name: module.examine() for name, module in facts.items()}
+        if as_json:
+            print_json(found)
+            return
+        parts = _parts(found, facts)
         width = max(len(name) for title, rows in parts.items() for name in (title, *(name for name, _ in rows)))
         for number, (title, rows) in enumerate(parts.items()):
             if number:
@@ -91,21 +94,25 @@ def _examine() -> dict[str, Any]:
         "extensions": {
             x.name: {"package": x.package, "version": x.version, "brings": x.brings, "error": x.error} for x in installed()
         },
-        **{name: facts.examine() for name, facts in _brought_facts().items()},
     }
 
 
-def _brought_facts() -> dict[str, Any]:
-    """The facts on this machine that extensions bring, by name."""
-    return {name: facts for name, facts in named("facts").items() if not isinstance(facts, Exception)}
+def _brought_facts(own: Collection[str], context: typer.Context) -> dict[str, Any]:
+    """The facts that extensions bring, by name, beside `own`; a note says what is left out."""
+    before = len(PROBLEMS)
+    facts = named("facts", own)
+    clashes = [str(x).removesuffix(".") for x in facts.values() if isinstance(x, InvalidSetting)]
+    for line in [*PROBLEMS[before:], *clashes]:
+        print_note(line, context)
+    return {name: module for name, module in facts.items() if not isinstance(module, InvalidSetting)}
 
 
-def _parts(found: dict[str, Any]) -> dict[str, list[list[str]]]:
+def _parts(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, list[list[str]]]:
     """The parts of the page by title, each with its lines."""
     methods = [[name, text] for name, text in found["methods"].items()]
     parts = {"machine": _packages(found) + _machine(found), "measured choices": _choices(found), "methods": methods}
-    for name, facts in _brought_facts().items():
-        for part, rows in facts.rows(found[name]).items():
+    for name, module in facts.items():
+        for part, rows in module.rows(found[name]).items():
             parts[part] = parts.get(part, []) + rows
     return parts | {"extensions": [[name, _brought(entry)] for name, entry in found["extensions"].items()]}
 

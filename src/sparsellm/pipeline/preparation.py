@@ -121,7 +121,8 @@ def prepare_pruning(
         different = count_contexts(windows)
         if note := tokens_note(windows, different, max(widths)):
             add_note(note, report, observer)
-        if different < getattr(method, "least_tokens", 0) * max(widths) and not recipe.projecting:
+        is_projected = recipe.projecting or getattr(method, "after_solve", None)  # which may need the inputs
+        if different < getattr(method, "least_tokens", 0) * max(widths) and not is_projected:
             method = LayerWise(Magnitude(), getattr(method, "keep_zeros", False))
             text = "the smallest weights of each layer are removed"
             if recipe.allocates:
