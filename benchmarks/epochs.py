@@ -21,7 +21,7 @@ from measuring import MEASURED
 from sparsellm.checkpoints.loading import compute_dtype, open_checkpoint
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.methods import EpochResult
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pipeline.sequential import prune_blocks
 from sparsellm.recipes.plan import uniform_plan
@@ -30,7 +30,7 @@ from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import read_text
 
-PUBLISHED = PublishedSparseLLM()
+PUBLISHED = Algorithm1()
 VARIANTS = {
     "SparseGPT inside": PUBLISHED,
     "SparseGPT, ridge 1e-6": replace(PUBLISHED, ridge=1e-6),

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.walk import walk
 from sparsellm.methods import BlockMethod
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
@@ -49,8 +49,8 @@ LLAMA_2_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_he
 
 METHODS: dict[str, tuple[Callable[[], BlockMethod], float]] = {
     "SparseGPT": (lambda: LayerWise(SparseGPT()), 1.5),
-    "Algorithm 1": (PublishedSparseLLM, 8.0),
-    "default, closed form": (lambda: SparseLLM(gauss_newton_steps=0), 12.0),
+    "Algorithm 1": (Algorithm1, 8.0),
+    "default, closed form": (lambda: SparseLLM(rounds=0), 12.0),
     "default": (SparseLLM, 12.0),
 }
 """By name, the method and the goal in seconds; the default's is that of its closed form."""

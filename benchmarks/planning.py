@@ -35,7 +35,7 @@ CELLS: tuple[tuple[int, int, int, str], ...] = (
     (3, 512, 64, "--method alps"),
     (3, 512, 16, "--method sparsellm"),
     (3, 512, 16, "--method sparsellm --offload"),
-    (3, 512, 16, "--method sparsellm --as-published"),
+    (3, 512, 16, "--method algorithm1"),
     (6, 1024, 16, "--method sparsegpt"),
     (6, 1024, 16, "--method sparsegpt --offload"),
     (6, 1024, 16, "--method alps --sparsity 2:4"),

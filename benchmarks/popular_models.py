@@ -117,7 +117,7 @@ RACE = {"SparseGPT": "sparsegpt", "default, scope none, fast-admm inside": "fast
 RACE_WIDTH = 2048
 """Width of the block that `speed.py` timed on two cores."""
 
-ON_GPU = {"SparseGPT": "sparsegpt", "default, closed form": "standard, `--gauss-newton-steps 0`"}
+ON_GPU = {"SparseGPT": "sparsegpt", "default, closed form": "standard, `--set rounds=0`"}
 LLAMA_2_7B_BLOCKS = 32
 """The runs by the names under which `gpu.py` timed them, on a block of Llama-2-7B, and its number of blocks."""
 

@@ -61,7 +61,7 @@ PAGES = (
     "docs/recover.md",
     "docs/few-bits.md",
     "docs/methods/sparsellm.md",
-    "docs/methods/published.md",
+    "docs/methods/algorithm1.md",
 )
 PICTURES = ROOT / "docs" / "pictures"
 CHARTS = {

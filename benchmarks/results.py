@@ -35,8 +35,8 @@ METHODS = {
     "Wanda": {"method": "wanda"},
     "SparseGPT": {"method": "sparsegpt"},
     "ALPS": {"method": "alps"},
-    "Algorithm 1, SparseGPT inside": {"method": "sparsellm", "as_published": True},
-    "Algorithm 1, ALPS inside": {"method": "sparsellm", "as_published": True, "solver": "alps"},
+    "Algorithm 1, SparseGPT inside": {"method": "algorithm1"},
+    "Algorithm 1, ALPS inside": {"method": "algorithm1", "settings": {"solver": "alps"}},
 }
 SAMPLES, LENGTH, STORIES = 64, 256, 1800
 

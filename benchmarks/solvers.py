@@ -28,7 +28,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.methods.feedforward_problem import FeedForwardProblem, weights_of
 from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.recipes.methods import SOLVERS, solver_named
+from sparsellm.recipes.registry import SOLVERS, solver_named
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM

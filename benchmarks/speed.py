@@ -72,7 +72,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 """The shapes of facebook/opt-125m and JackFram/llama-160m (twelve blocks each), Llama-3.2-1B (16) and TinyLlama-1.1B (22)."""
 
 OURS = {"method": "sparsellm"}
-LAYER_BY_LAYER = OURS | {"scope": "none", "solver": "alps"}
+
+
+def layer_by_layer(solver: str) -> dict[str, Any]:
+    """The recipe of the default with each layer pruned alone by a solver."""
+    return OURS | {"settings": {"scope": "none", "solver": solver}}
+
 
 METHODS: dict[str, dict[str, Any]] = {
     "SparseGPT": {"method": "sparsegpt"},
@@ -83,27 +88,26 @@ METHODS: dict[str, dict[str, Any]] = {
         "offload": True,
         "compute_dtype": "bfloat16",
     },
-    "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
+    "SparseGPT, true-sequential": {"method": "sparsegpt", "settings": {"true_sequential": True}},
     "SparseGPT, true-sequential, read block by block, --max-memory 1GB": {
         "method": "sparsegpt",
-        "true_sequential": True,
+        "settings": {"true_sequential": True},
         "offload": True,
         "max_memory": "1GB",
     },
     "fast-admm": {"method": "fast-admm"},
-    "fast-admm, true-sequential": {"method": "fast-admm", "true_sequential": True},
+    "fast-admm, true-sequential": {"method": "fast-admm", "settings": {"true_sequential": True}},
     "ALPS": {"method": "alps"},
-    "Algorithm 1": {"method": "sparsellm", "as_published": True},
-    "Algorithm 1, products in bfloat16": {"method": "sparsellm", "as_published": True, "compute_dtype": "bfloat16"},
+    "Algorithm 1": {"method": "algorithm1"},
+    "Algorithm 1, products in bfloat16": {"method": "algorithm1", "compute_dtype": "bfloat16"},
     "default": OURS,
-    "default, without Gauss-Newton, fast-admm inside": OURS | {"gauss_newton_steps": 0, "solver": "fast-admm"},
-    "default, without Gauss-Newton, ALPS inside": OURS | {"gauss_newton_steps": 0, "solver": "alps"},
-    "default, scope none, ALPS inside": LAYER_BY_LAYER,
-    "default, scope none, fast-admm inside": LAYER_BY_LAYER | {"solver": "fast-admm"},
-    "default, scope none, fast-admm inside, products in bfloat16": LAYER_BY_LAYER
-    | {"solver": "fast-admm", "compute_dtype": "bfloat16"},
-    "default, scope none, fast-admm inside, uniform": LAYER_BY_LAYER | {"solver": "fast-admm", "allocation": "uniform"},
-    "default, scope none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt"},
+    "default, without Gauss-Newton, fast-admm inside": OURS | {"settings": {"rounds": 0, "solver": "fast-admm"}},
+    "default, without Gauss-Newton, ALPS inside": OURS | {"settings": {"rounds": 0, "solver": "alps"}},
+    "default, scope none, ALPS inside": layer_by_layer("alps"),
+    "default, scope none, fast-admm inside": layer_by_layer("fast-admm"),
+    "default, scope none, fast-admm inside, products in bfloat16": layer_by_layer("fast-admm") | {"compute_dtype": "bfloat16"},
+    "default, scope none, fast-admm inside, uniform": layer_by_layer("fast-admm") | {"allocation": "uniform"},
+    "default, scope none, SparseGPT inside": layer_by_layer("sparsegpt"),
 }
 """Those after the default are cheaper variants of it, named as in `excess.py`."""
 
@@ -305,7 +309,7 @@ def main() -> None:
     if command == "tables":
         print("\n".join(tables()))
     elif command == "one":
-        epochs = {} if settings["epochs"] is None else {"epochs": settings["epochs"]}
+        epochs = {} if settings["epochs"] is None else {"settings": {"epochs": settings["epochs"]}}
         method = METHODS[settings["method"]] | epochs
         print(json.dumps(run_one(settings["model"], method, settings["windows"], count=settings["counted"])))
     else:

@@ -35,9 +35,9 @@ WIDE = "tinyllama-1.1b | 1 | "
 
 TODAY = {
     "SparseGPT": "SparseGPT",
-    "SparseGPT, true-sequential": "SparseGPT, `--true-sequential`",
+    "SparseGPT, true-sequential": "SparseGPT, `true_sequential`",
     "fast-admm": "fast-admm",
-    "fast-admm, true-sequential": "fast-admm, `--true-sequential`",
+    "fast-admm, true-sequential": "fast-admm, `true_sequential`",
     "Algorithm 1": "Algorithm 1",
     "default, scope none, fast-admm inside, uniform": "sparsellm, `--effort fast --allocation uniform`",
     "default, scope none, fast-admm inside": "sparsellm, `--effort fast`",

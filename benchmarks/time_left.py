@@ -47,7 +47,7 @@ COMMANDS: dict[str, str] = {
     "prune, sparsegpt, read block by block": f"prune demo:llama OUT --method sparsegpt --offload --evaluate demo {PRUNE}",
     "prune, alps": f"prune demo:opt OUT --method alps {PRUNE}",
     "prune, sparsellm": f"prune demo:opt OUT --evaluate demo {PRUNE}",
-    "prune, as published": f"prune demo:llama OUT --as-published {PRUNE}",
+    "prune, as published": f"prune demo:llama OUT --method algorithm1 {PRUNE}",
     "prune, sparsegpt, wider": f"prune RANDOM OUT --method sparsegpt {WIDER}",
     "prune, sparsegpt, wider, resumed": f"prune RANDOM OUT --method sparsegpt --resume {WIDER}",
     "recover, whole model": "recover PRUNED OUT --against demo:opt --calibration demo --samples 32 --steps 40",

@@ -49,7 +49,9 @@ RECIPES: dict[str, tuple[tuple[str, ...], ...]] = {
     "wanda 70 %": (prune(LLAMA, "--method", "wanda", "--sparsity", "70%"),),
     "wanda 50 %, OWL": (prune(OPT, "--method", "wanda", "--sparsity", "50%", "--allocation", "owl"),),
     "SparseGPT 70 %": (prune(OPT, "--method", "sparsegpt", "--sparsity", "70%"),),
-    "SparseGPT 2:4, true sequential": (prune(LLAMA, "--method", "sparsegpt", "--sparsity", "2:4", "--true-sequential"),),
+    "SparseGPT 2:4, true sequential": (
+        prune(LLAMA, "--method", "sparsegpt", "--sparsity", "2:4", "--set", "true_sequential=true"),
+    ),
     "SparseGPT 60 %, GPT-2": (prune(CONV1D, "--method", "sparsegpt", "--sparsity", "60%"),),
     "SparseGPT 4:8, experts": (prune(EXPERTS, "--method", "sparsegpt", "--sparsity", "4:8"),),
     "SparseGPT 70 %, with the head": (
@@ -85,8 +87,8 @@ RECIPES: dict[str, tuple[tuple[str, ...], ...]] = {
     "SparseLLM 70 %, int4": (prune(OPT, "--sparsity", "70%", "--values", "int4", "--effort", "fast"),),
     "SparseLLM, 2.5 bits": (prune(LLAMA, "--bits", "2.5", "--effort", "fast"),),
     "SparseLLM, 4.125 bits": (prune(OPT, "--bits", "4.125", "--effort", "fast"),),
-    "Algorithm 1 70 %": (prune(OPT, "--as-published", "--sparsity", "70%"),),
-    "Algorithm 1 60 %, two epochs": (prune(LLAMA, "--as-published", "--sparsity", "60%", "--epochs", "2"),),
+    "Algorithm 1 70 %": (prune(OPT, "--method", "algorithm1", "--sparsity", "70%"),),
+    "Algorithm 1 60 %, two epochs": (prune(LLAMA, "--method", "algorithm1", "--sparsity", "60%", "--set", "epochs=2"),),
     "SparseLLM 70 %, streamed, killed and resumed": (prune(LLAMA, "--sparsity", "70%", "--offload"),),
     "SparseGPT 60 %, streamed experts, killed and resumed": (
         prune(EXPERTS, "--method", "sparsegpt", "--sparsity", "60%", "--offload"),

@@ -117,6 +117,8 @@ def kind(annotation: Any) -> str:
         return " or ".join("null" if part is type(None) else kind(part) for part in get_args(annotation))
     if get_origin(annotation) is tuple:
         return f"list of {kind(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "values by name"
     return {"str": "text", "bool": "true or false", "int": "whole number", "float": "number"}[annotation.__name__]
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "sparsellm"
 FIELDS, FILE = PACKAGE / "recipes" / "fields.py", PACKAGE / "recipes" / "keyword_types.py"
 
-TYPES = {"Names": "str | Sequence[str]", "IntegerName | None": 'Literal["int8", "int4", "int3"] | None'}
+TYPES = {
+    "Names": "str | Sequence[str]",
+    "IntegerName | None": 'Literal["int8", "int4", "int3"] | None',
+}
 """Types of keywords that stand for the type of a field: a single text needs no list, and a list may be any sequence."""
 
 IN_MEMORY = {"evaluate": "str | Path | Sequence[str | Path] | CalibrationData"}
@@ -25,9 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-from sparsellm.recipes.fields import SolverName
 from sparsellm.texts.in_memory import CalibrationData
 '''
 

@@ -22,8 +22,7 @@ from tests.simulated_device import waits
 PAGE = Path(__file__).with_name("decisions.md")
 BEGIN, END = "<!-- waits: written by docs/make_waits.py -->\n", "<!-- end of waits -->\n"
 METHODS: dict[str, dict[str, Any]] = {name: {"method": name} for name in ("magnitude", "wanda", "sparsegpt", "fast-admm")}
-METHODS |= {name: {"method": name} for name in ("alps", "alps-accurate", "sparsellm")}
-METHODS |= {"sparsellm as published": {"method": "sparsellm", "as_published": True}}
+METHODS |= {name: {"method": name} for name in ("alps", "alps-accurate", "sparsellm", "algorithm1")}
 BLOCKS, LAYERS, BATCHES = 3, 7, 4
 
 

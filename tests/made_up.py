@@ -160,7 +160,7 @@ def a_sweep(place: Path) -> Path:
     """A sweep over everything that has a plot of its own, with seeds, a failed and an open cell, and a paper's figure."""
     place.mkdir()
     (place / TEXT).touch()
-    shared = {"calibration": str(place / TEXT), "method": "sparsellm", "as_published": True, "values": "int4"}
+    shared = {"calibration": str(place / TEXT), "method": "algorithm1", "values": "int4"}
     axes = {"model": {"opt": MODEL, "none": "some/none"}, "sparsity": ["50%", "2:4"], "seed": [0, 1]}
     axes |= {"alpha": [0.1, 0.2], "beta": [0.1, 0.2]}
     left_out = [{"model": "none", name: value} for name, value in (("alpha", 0.2), ("beta", 0.2), ("seed", 1))]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sparsellm.methods import BlockResult as BlockResult
     from sparsellm.methods import LayerResult as LayerResult
     from sparsellm.methods import Plan as Plan
-    from sparsellm.methods.algorithm1 import PublishedSparseLLM as PublishedSparseLLM
+    from sparsellm.methods.algorithm1 import Algorithm1 as Algorithm1
     from sparsellm.methods.layerwise import LayerWise as LayerWise
     from sparsellm.methods.layerwise import collect_statistics as collect_statistics
     from sparsellm.methods.layerwise import problem_of as problem_of
@@ -90,7 +90,7 @@ _CONTENTS = {
     "NM": "solvers.patterns",
     "Pattern": "solvers.patterns",
     "Plan": "methods",
-    "PublishedSparseLLM": "methods.algorithm1",
+    "Algorithm1": "methods.algorithm1",
     "Recipe": "recipes.recipe",
     "RecoveryRecipe": "extensions.recover.recipe",
     "Report": "outputs.report",

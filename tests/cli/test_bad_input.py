@@ -57,7 +57,7 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--sparsity", "5:7"), ("model.layers.0.self_attn.q_proj", "32", "--exclude")),
         (("--method", "sparsegp"), ("sparsegp", "'sparsegpt'")),
         (("--method", "hessian-magic"), ("hessian-magic", "wanda")),
-        (("--solver", "alp"), ("'alps'",)),
+        (("--set", "solver=alp"), ("'alps'",)),
         (("--dtype", "float33"), ("'float32'",)),
         (("--device", "cuda:99"), ("--device", "cuda:99", "cpu")),
         (("--device", "gpu"), ("--device", "gpu")),
@@ -65,22 +65,23 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--device", "hpu"), ("--device", "hpu", "cpu")),
         (("--blocks", "2:9"), ("3 blocks", "0 to 2")),
         (("--blocks", "some"), ("first-half",)),
-        (("--scope", "often"), ("feedforward", "--as-published")),
-        (("--scope", "often", "--as-published"), ("first-half",)),
-        (("--gauss-newton-steps", 1, "--as-published"), ("newton", "Algorithm 1")),
-        (("--epochs", 2), ("--epochs is 2", "Algorithm 1", "--as-published")),
-        (("--beta", 1), ("--beta is 1", "Algorithm 1", "--as-published")),
-        (("--effort", "fast", "--gauss-newton-steps", 1), ("--effort fast", "newton")),
+        (("--set", "scope=often"), ("feedforward", "often")),
+        (("--set", "blocks=often", "--method", "algorithm1"), ("first-half",)),
+        (("--set", "rounds=1", "--method", "algorithm1"), ("rounds", "algorithm1", "epochs")),
+        (("--set", "epochs=2"), ("epochs", "sparsellm", "rounds")),
+        (("--set", "rounds"), ("NAME=VALUE", "rounds")),
+        (("--set", "rounds=many"), ("rounds", "many", "integer")),
         (("--effort", "fsat"), ("--effort", "'fast'")),
         (("--values", "int5"), ("--values", "'int5'", "'int8'")),
         (("--values", "int4", "--group-size", 100), ("--group-size", "multiple of 64", "100")),
         (("--group-size", 64), ("--group-size", "--values")),
-        (("--effort", "fast", "--as-published"), ("--effort is fast", "Algorithm 1")),
+        (("--effort", "fast", "--method", "algorithm1"), ("--effort", "algorithm1")),
         (("--effort", "fast", "--method", "wanda"), ("--effort", "wanda")),
-        (("--scope", "none", "--gauss-newton-steps", 5), ("newton",)),
-        (("--gauss-newton-steps", 5, "--method", "alps"), ("newton", "sparsellm")),
-        (("--true-sequential",), ("--true-sequential", "sparsellm")),
-        (("--true-sequential", "--method", "magnitude"), ("--true-sequential", "magnitude")),
+        (("--set", "scope=none", "--set", "rounds=5"), ("rounds", "scope")),
+        (("--set", "rounds=5", "--method", "alps"), ("rounds", "alps", "refit_steps")),
+        (("--set", "true_sequential=true"), ("true_sequential", "sparsellm")),
+        (("--set", "true_sequential=true", "--method", "magnitude"), ("true_sequential", "magnitude")),
+        (("--set", "true_sequential=3", "--method", "wanda"), ("true_sequential", "3")),
         (("--allocation", "fischer"), ("'fisher'", ".yaml")),
         (("--allocation", "owl", "--sparsity", "2:4"), ("owl", "2:4", "uniform")),
         (("--include", "q_porj"), ("q_porj", "'q_proj'")),
@@ -91,8 +92,7 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--batch-size", 10**23), ("--batch-size", "less than or equal to 2147483647")),
         (("--values", "int4", "--group-size", 2**63), ("--group-size", "less than or equal to 2147483647")),
         (("--sequence-length", 2**63), ("--sequence-length", "less than or equal to 2147483647")),
-        (("--alpha", "0"), ("--alpha", "0")),
-        (("--method", "wanda", "--epochs", "2"), ("--epochs", "wanda")),
+        (("--method", "algorithm1", "--set", "alpha=0.0"), ("alpha", "0.0")),
         (("--calibration", "wikitxt2"), ("'wikitext2'",)),
         (("--calibration", "no/such/file.txt"), ("no/such/file.txt",)),
         (("--config", "no-such.yaml"), ("no-such.yaml",)),
@@ -320,7 +320,7 @@ def test_unsolved_activation(damaged: Path, text_file: Path, tmp_path: Path, com
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "hidden_act": "tanh"}))
     words = ("prune", damaged, tmp_path / "out", "--calibration", text_file, "--samples", 4, "--sequence-length", 32)
-    refused(command(*words, "--as-published"), "activation", "--scope none")
+    refused(command(*words, "--method", "algorithm1"), "activation", "none")
     result = command(*words)
     assert result.exit_code == 0
     assert "one by one" in result.stderr

@@ -49,6 +49,19 @@ def test_json_has_the_same_facts() -> None:
     assert found["methods"] == METHODS
 
 
+def test_a_method_is_shown_with_its_settings() -> None:
+    """Each field of its class with the default and its line of the docstring, and solvers by name."""
+    shown = CliRunner().invoke(app, ["info", "algorithm1"], env={"COLUMNS": "100"})
+    assert shown.exit_code == 0
+    rows = {words[0]: words[1] for line in shown.stdout.splitlines() if len(words := line.split()) > 1}
+    assert (rows["epochs"], rows["solver"], rows["blocks"]) == ("4", "sparsegpt", "None")
+    assert "keep_zeros" not in rows
+    for name in METHODS:
+        found = json.loads(CliRunner().invoke(app, ["info", name, "--json"]).stdout)["settings"]
+        assert all(setting["description"] for setting in found.values()), name
+    assert "'algorithm1'" in CliRunner().invoke(app, ["info", "algoritm1"]).stderr
+
+
 def test_missing_parts_say_how_to_get_them() -> None:
     with (
         mock.patch.object(kernels, "load_kernels", return_value=None),

@@ -21,7 +21,7 @@ from sparsellm.solvers.statistics import TokenCount
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 
-METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "fast-admm", "sparsellm", "as published")
+METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "fast-admm", "sparsellm", "algorithm1")
 
 
 def scaled(dense: Path, folder: Path, factor: float, dtype: torch.dtype | None = None, part: str = ".layers.") -> Path:
@@ -37,7 +37,7 @@ def scaled(dense: Path, folder: Path, factor: float, dtype: torch.dtype | None =
 
 def words_of(method: str, text: Path) -> tuple[object, ...]:
     """The words of the command line for a method, on a short text."""
-    named = ("--as-published",) if method == "as published" else ("--method", method)
+    named = ("--method", method)
     return (*named, "--calibration", text, "--samples", 4, "--sequence-length", 32, "--sparsity", "50%")
 
 

@@ -79,6 +79,6 @@ def test_the_small_form_runs(path: Path, tmp_path: Path, command: Callable[..., 
     page, plots = report_page(tmp_path / "out")
     assert "small form" in page
     names = {plot.name for plot in plots}
-    assert ("epochs" in names) == any(cell.recipe.as_published for cell in sweep.cells)
+    assert ("epochs" in names) == any(cell.recipe.method == "algorithm1" for cell in sweep.cells)
     assert ("samples-0" in names) == (path.stem == "calibration")
     assert ("grid-0-0" in names) == (path.stem == "hyper-parameters")

@@ -239,7 +239,7 @@ def test_the_command_and_the_recipe_of_a_page_give_the_same_run(tmp_path: Path, 
     [
         {"exclude": ['It\'s "two"\nlines, $HOME `x` \\', "-x", "--y", "", "é*"], "evaluate": ["a b.txt", "demo"]},
         {"offload": False, "trust_remote_code": True, "max_memory": "16 GiB", "include": ["*.q_proj"]},
-        {"method": "sparsellm", "as_published": True, "alpha": 1e-05, "scope": "0:2", "sparsity": "2:4"},
+        {"method": "algorithm1", "settings": {"alpha": 1e-05, "blocks": "0:2", "solver": "alps"}, "sparsity": "2:4"},
         {"allocation": "owl", "sparsity": 0.7, "effort": "best", "samples": 3, "seed": 2**40},
     ],
 )

@@ -86,9 +86,9 @@ def test_axes_multiply_out(tmp_path: Path) -> None:
 
 
 def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
-    variants = {"paper": {"method": "sparsellm", "as_published": True}, "ours": {"method": "sparsellm"}}
+    variants = {"paper": {"method": "algorithm1"}, "ours": {"method": "sparsellm"}}
     sweep = read_sweep(written(tmp_path, axes={"model": ["demo:opt"], "variant": variants}))
-    assert [cell.recipe.as_published for cell in sweep.cells] == [True, False]
+    assert [cell.recipe.method for cell in sweep.cells] == ["algorithm1", "sparsellm"]
 
 
 PUBLISHED = {"source": "x", "measure": "perplexity", "axes": ["method"]}
@@ -177,19 +177,6 @@ def test_labels_of_truth_are_yaml_s(tmp_path: Path) -> None:
             ["wanda, fast", "sparsellm, fast", "sparsellm, standard"],
             "Cells of wanda leave out settings of other methods: effort. Combinations that differ in these only are one cell.",
         ),
-        (
-            {"method": "sparsellm", "epochs": 2, "effort": "fast"},
-            {"as_published": [True, False]},
-            ["true", "false"],
-            "Cells of sparsellm as published leave out settings of other methods: effort. "
-            "Cells of sparsellm leave out settings of other methods: epochs.",
-        ),
-        (
-            {"true_sequential": True},
-            {"method": ["wanda", "magnitude"]},
-            ["wanda", "magnitude"],
-            "Cells of magnitude leave out settings of other methods: true_sequential.",
-        ),
     ],
 )
 def test_settings_that_a_method_does_not_have_are_left_out_of_its_cells(
@@ -272,9 +259,7 @@ def test_what_the_dense_model_shows_is_found_once(
     monkeypatch.setattr(stages, "iterate_output_fisher", count("sensitivities", each))
     monkeypatch.setattr(cached_allocation, "allocate", count("shares", share))
     monkeypatch.setattr(measuring, "measure_perplexity", count("perplexities", measured))
-    sweep = small(
-        {"model": [small().cells[0].recipe.model], "gauss_newton_steps": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm"
-    )
+    sweep = small({"model": [small().cells[0].recipe.model], "rounds": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm")
     run_sweep(sweep, tmp_path / "out", quiet)
     assert calls == {"sensitivities": 1, "shares": 2, "perplexities": 1 + 4}
 

@@ -31,7 +31,7 @@ CASES = [
     ((*PRUNE, "--samples", "0"), "--samples"),
     ((*PRUNE, "--effort", "fsat"), "'fast'"),
     ((*PRUNE, "--values", "int4", "--group-size", "100"), "multiple of 64"),
-    ((*PRUNE, "--epochs", "2"), "--epochs"),
+    ((*PRUNE, "--set", "epochs=2"), "epochs"),
     ((*PRUNE, "--allocation", "no.yaml"), "The allocation no.yaml cannot be read: No such file"),
     ((*PRUNE, "--evaluate", "no.txt"), "There is no file"),
     ((*PRUNE, "--task", "boolq", "--task-data", "nowhere"), "There is no folder nowhere"),

@@ -195,8 +195,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Path], text_fi
         "60%",
         "--device",
         "cpu",
-        "--gauss-newton-steps",
-        12,
+        "--set",
+        "rounds=12",
     )
     output, port = tmp_path_factory.mktemp("unbroken") / "out", free_port()
     both = [started(rank, port, "prune", tiny["llama"], output, *words) for rank in (0, 1)]

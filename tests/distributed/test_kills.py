@@ -31,7 +31,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "wanda, streamed": (*QUICK, "60%", "--method", "wanda", "--offload"),
     "alps, streamed": (*QUICK, "60%", "--method", "alps", "--offload"),
     "sparsellm": (*QUICK, "60%", "--method", "sparsellm"),
-    "as published": (*QUICK, "60%", "--as-published", "--epochs", "3"),
+    "as published": (*QUICK, "60%", "--method", "algorithm1", "--set", "epochs=3"),
     "bits": ("prune", "{dense}", "{out}", *DRAWN, "--bits", "3.5", "--method", "sparsegpt"),
     "several": (*QUICK, "60%,70%,80%", "--method", "wanda", "--evaluate", "{text}"),
     "recover": TRAINED,

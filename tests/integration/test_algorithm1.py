@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Step
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.gate_update import solve_gate
 from sparsellm.methods.layerwise import LayerWise
@@ -111,7 +111,7 @@ def feed_forward_signals(model: PreTrainedModel, family: str, index: int) -> tup
 
 
 def algorithm_1(
-    family: str, index: int, solver: LayerSolver, pattern: Pattern, method: PublishedSparseLLM
+    family: str, index: int, solver: LayerSolver, pattern: Pattern, method: Algorithm1
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """The paper's Algorithm 1 on one block, slowly: float64, all signals for all tokens in memory, dense solves.
 
@@ -177,7 +177,7 @@ def algorithm_1(
 @two_families
 def test_one_epoch_is_local_pruning(family: str, solver: LayerSolver) -> None:
     """SparseLLM with one epoch equals LayerWise in every bit of every parameter, for each solver."""
-    (local, _), (coupled, steps) = prune(family, LayerWise(solver)), prune(family, PublishedSparseLLM(solver, epochs=1))
+    (local, _), (coupled, steps) = prune(family, LayerWise(solver)), prune(family, Algorithm1(solver, epochs=1))
     assert same_bits(local, coupled)
     assert not same_bits(local, tiny(family))
     assert len(epochs_of(steps)) == 2
@@ -187,11 +187,11 @@ def test_one_epoch_is_local_pruning(family: str, solver: LayerSolver) -> None:
 def test_omega(family: str) -> None:
     """An empty Omega equals LayerWise; with one block in it just that block's feed-forward layers differ."""
     local, _ = prune(family, LayerWise(SparseGPT()))
-    model, steps = prune(family, PublishedSparseLLM(SparseGPT(), scope=frozenset()))
+    model, steps = prune(family, Algorithm1(SparseGPT(), blocks=frozenset()))
     assert same_bits(model, local)
     assert not epochs_of(steps)
-    assert PublishedSparseLLM(Magnitude(), scope=frozenset()).needs is TokenCount
-    second, steps = prune(family, PublishedSparseLLM(SparseGPT(), scope=frozenset({1}), keep_best=False))
+    assert Algorithm1(Magnitude(), blocks=frozenset()).needs is TokenCount
+    second, steps = prune(family, Algorithm1(SparseGPT(), blocks=frozenset({1}), keep_best=False))
     assert {step.block for step in epochs_of(steps)} == {blocks_of(model)[1].name}
     coupled = {blocks_of(model)[1].full_name(name) + ".weight" for name in (*READERS[family], WRITER[family])}
     for (name, one), other in zip(second.named_parameters(), local.parameters(), strict=True):
@@ -208,7 +208,7 @@ def test_signals_never_raise_the_objective(
 ) -> None:
     """In every epoch of every block the objective is no higher after the signals than before, up to rounding."""
     alpha, beta = alpha_beta
-    _, steps = prune(family, PublishedSparseLLM(solver, epochs=3, alpha=alpha, beta=beta))
+    _, steps = prune(family, Algorithm1(solver, epochs=3, alpha=alpha, beta=beta))
     epochs = epochs_of(steps)
     assert [epoch.epoch for epoch in epochs] == [1, 2, 3] * 2
     updated = [epoch for epoch in epochs if epoch.epoch < 3]  # nobody would need the last signals
@@ -227,7 +227,7 @@ def test_against_algorithm_1_in_memory(
 ) -> None:
     """The streamed float32 sums give the objectives, true errors and weights of the slow float64 reference."""
     index, alpha, beta = settings
-    layers, method = [*READERS[family], WRITER[family]], PublishedSparseLLM(solver, 3, alpha, beta, keep_best=False)
+    layers, method = [*READERS[family], WRITER[family]], Algorithm1(solver, 3, alpha, beta, keep_best=False)
     model, steps = prune(family, method, "60%", chosen=frozenset({index}), include=layers)
     trace, weights = algorithm_1(family, index, solver, parse_pattern("60%"), method)
     after = [alpha * objective for objective in after_signals]
@@ -261,7 +261,7 @@ def test_keep_best_returns_the_best_epoch(family: str, good: int, keep_best: boo
     """What is written is the epoch with the smallest feed-forward error, or the last, by an error measured anew."""
     only = [*READERS[family], WRITER[family]]
     x, y = feed_forward_signals(tiny(family), family, 0)
-    method = PublishedSparseLLM(Scripted(good, len(only)), epochs=3, keep_best=keep_best)
+    method = Algorithm1(Scripted(good, len(only)), epochs=3, keep_best=keep_best)
     model, steps = prune(family, method, chosen=frozenset({0}), include=only)
     errors, returned = [epoch.feed_forward_error for epoch in epochs_of(steps)], good if keep_best else 3
     assert min(errors) == errors[good - 1]
@@ -281,7 +281,7 @@ def test_reported_error_is_of_evenly_spaced_tokens(family: str, keep_best: bool,
     monkeypatch.setattr("sparsellm.methods.algorithm1.ERROR_TOKENS", 64)  # of 192
     layers = [*READERS[family], WRITER[family]]
     x, y = feed_forward_signals(tiny(family), family, 0)
-    method = PublishedSparseLLM(SparseGPT(), epochs=2, keep_best=keep_best)
+    method = Algorithm1(SparseGPT(), epochs=2, keep_best=keep_best)
     model, steps = prune(family, method, chosen=frozenset({0}), include=layers)
     reported = [epoch for epoch in epochs_of(steps) if epoch.accepted][-1].feed_forward_error
     block = blocks_of(model)[0].module.double()
@@ -303,7 +303,7 @@ def test_reported_error_is_of_evenly_spaced_tokens(family: str, keep_best: bool,
 @two_families
 def test_batches_do_not_matter(family: str, solver: LayerSolver) -> None:
     """The same sequences in other batches give the same errors and, but for rounding, the same weights."""
-    method = PublishedSparseLLM(solver, epochs=2, keep_best=False)
+    method = Algorithm1(solver, epochs=2, keep_best=False)
     one, steps = prune(family, method, sizes=(12,))
     for sizes in ((1,) * 12, (5, 7)):
         other, others = prune(family, method, sizes=sizes)
@@ -317,7 +317,7 @@ def test_batches_do_not_matter(family: str, solver: LayerSolver) -> None:
 @two_families
 def test_what_is_not_planned_stays(family: str) -> None:
     """Layers that the plan leaves out, biases, norms and embeddings keep every bit; planned layers have their zeros."""
-    dense, method = tiny(family), PublishedSparseLLM(SparseGPT(), epochs=2)
+    dense, method = tiny(family), Algorithm1(SparseGPT(), epochs=2)
     model, steps = prune(family, method, chosen=frozenset({1}), exclude=["self_attn.q_proj"])
     layers = {step.name: step for step in steps if isinstance(step, LayerResult)}
     assert len(layers) == (5 if family == "opt" else 6)
@@ -330,7 +330,7 @@ def test_what_is_not_planned_stays(family: str) -> None:
 
 def test_incomplete_feed_forward_is_pruned_layer_wise() -> None:
     """Where a feed-forward layer stays dense the block is pruned layer-wise, and the block's note says so."""
-    model, steps = prune("llama", PublishedSparseLLM(SparseGPT()), exclude=["up_proj"])
+    model, steps = prune("llama", Algorithm1(SparseGPT()), exclude=["up_proj"])
     assert same_bits(model, prune("llama", LayerWise(SparseGPT()), exclude=["up_proj"])[0])
     notes = {step.note for step in steps if isinstance(step, BlockResult)}
     assert notes == {"pruned layer-wise, since the plan excludes mlp.up_proj"}
@@ -340,6 +340,6 @@ def test_other_activations_are_refused() -> None:
     """A feed-forward part that is not solved in closed form raises, unless Omega leaves it out."""
     model = tiny("opt-tanh")
     plan = uniform_plan(blocks_of(model), parse_pattern("50%"))
-    with pytest.raises(UnsupportedModel, match=r"layers\.0 .*`scope='none'`"):
-        list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT()), plan))
-    assert list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT(), scope=frozenset()), plan))
+    with pytest.raises(UnsupportedModel, match=r"layers\.0 .*`blocks` none"):
+        list(prune_blocks(model, batches(), Algorithm1(SparseGPT()), plan))
+    assert list(prune_blocks(model, batches(), Algorithm1(SparseGPT(), blocks=frozenset()), plan))

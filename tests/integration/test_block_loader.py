@@ -136,7 +136,7 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     assert all(torch.equal(a, b) for a, b in pairs)
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
     assert fisher(whole, batches, plan) == fisher(offloaded, batches, plan)
-    method = SparseLLM(gauss_newton_steps=1)
+    method = SparseLLM(rounds=1)
     list(prune_blocks(whole, batches, method, plan))
     journal = Journal.begin(tmp_path / "journal", {})
     list(prune_blocks(model, batches, method, plan, weights=weights, storage=storage, journal=journal))

@@ -22,7 +22,7 @@ from sparsellm.errors import UnsupportedModel
 from sparsellm.extensions.recover.training.distillation import distill, last_states
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.architectures import ARCHITECTURES
@@ -124,8 +124,8 @@ METHODS: dict[str, BlockMethod] = {
     "alps": LayerWise(ALPS(iterations=6, refit_steps=2)),
     "sparsegpt": LayerWise(SparseGPT()),
     "fast-admm": LayerWise(FastADMM()),
-    "published": PublishedSparseLLM(SparseGPT(), epochs=2),
-    "sparsellm": SparseLLM(solver=ALPS(iterations=6, refit_steps=2), gauss_newton_steps=1),
+    "published": Algorithm1(SparseGPT(), epochs=2),
+    "sparsellm": SparseLLM(solver=ALPS(iterations=6, refit_steps=2), rounds=1),
 }
 
 
@@ -238,7 +238,7 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     model, dense = tiny(name), tiny(name)
     plan = uniform_plan(blocks_of(model), parse_pattern(pattern))
     if method == "published" and name in UNCOUPLED:
-        with pytest.raises(UnsupportedModel, match="`scope='none'`"):
+        with pytest.raises(UnsupportedModel, match="`blocks` none"):
             list(prune_blocks(model, batches(), METHODS[method], plan))
         return
     steps = list(prune_blocks(model, batches(), METHODS[method], plan))
@@ -293,7 +293,7 @@ def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
     tokens = torch.cat([batch[:, :20] for batch in batches()])
     chosen = {"method": method, "sparsity": "60%", "calibration": "given in memory", "allocation": "uniform", **settings}
     if method == "sparsellm":
-        chosen |= {"solver": "sparsegpt", "gauss_newton_steps": 0}
+        chosen |= {"settings": {"solver": "sparsegpt", "rounds": 0}}
     recipe = read_recipe({"model": str(source), "batch_size": 2, **chosen})
     said: list[str] = []
     with work_directory(output) as work:
@@ -367,7 +367,7 @@ def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
     left = {"phi3": "*qkv_proj.v", "gpt2": "*c_attn.v", "mixtral": "*experts.2.up_proj"}[name]
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"), exclude=[left])
     pruned, windows = tiny(name), torch.cat([batches()[0]] * 3)
-    results = list(prune_blocks(pruned, list(windows.split(3)), SparseLLM(SparseGPT(), gauss_newton_steps=0), plan))
+    results = list(prune_blocks(pruned, list(windows.split(3)), SparseLLM(SparseGPT(), rounds=0), plan))
     list(prune_blocks(model, list(windows.split(3)), block_recovery(pruned, results, MaskedAdam(4, 1e-2)), plan))
     held = [(windows[:3],), (windows[3:6],), (windows[6:],)]
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}

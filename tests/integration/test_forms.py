@@ -257,10 +257,10 @@ def test_keep_zeros_from_the_command_line(tmp_path: Path, text_file: Path, comma
         4,
         "--sequence-length",
         32,
-        "--gauss-newton-steps",
-        0,
-        "--solver",
-        "sparsegpt",
+        "--set",
+        "rounds=0",
+        "--set",
+        "solver=sparsegpt",
     )
     assert command("prune", half, more, "--sparsity", "60%", "--keep-zeros", *words).exit_code == 0
     one, other = tensors_of(half), tensors_of(more)

@@ -17,7 +17,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, CannotResume, InvalidSetting
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult, Plan, Step
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
@@ -48,8 +48,8 @@ METHODS: dict[str, BlockMethod] = {
     "wanda": LayerWise(Wanda()),
     "sparsegpt": LayerWise(SparseGPT()),
     "alps": LayerWise(ALPS()),
-    "published": PublishedSparseLLM(SparseGPT(), epochs=2),
-    "sparsellm": SparseLLM(gauss_newton_steps=1),
+    "published": Algorithm1(SparseGPT(), epochs=2),
+    "sparsellm": SparseLLM(rounds=1),
     "norms": ScaledNorms(Wanda()),
 }
 

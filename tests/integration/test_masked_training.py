@@ -245,7 +245,7 @@ def refined(
     """A fresh model with pruned weights and gradient steps on each block, its plan, and everything that was yielded."""
     model, pruned = tiny(family, dtype), tiny(family, dtype)
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"), **choice)
-    results = list(prune_blocks(pruned, batches(), SparseLLM(Magnitude(), gauss_newton_steps=0), plan, compute))
+    results = list(prune_blocks(pruned, batches(), SparseLLM(Magnitude(), rounds=0), plan, compute))
     told = list[Step]()
     for step in prune_blocks(model, batches(), block_recovery(pruned, results, MaskedAdam(steps, 1e-3)), plan, compute):
         told.append(step)

@@ -82,8 +82,8 @@ def test_every_part_comes_from_the_run(tmp_path: Path, monkeypatch: pytest.Monke
         ({}, 0, BLOCKS),
         ({"method": "magnitude", "calibration": None}, 0, BLOCKS),
         ({"method": "wanda", "offload": True, "max_memory": "30MB"}, 0, BLOCKS),
-        ({"method": "sparsegpt", "true_sequential": True, "blocks": "1:3"}, 1, 2),
-        ({"as_published": True, "epochs": 2, "blocks": "3"}, 3, 1),
+        ({"method": "sparsegpt", "settings": {"true_sequential": True}, "blocks": "1:3"}, 1, 2),
+        ({"method": "algorithm1", "settings": {"epochs": 2}, "blocks": "3"}, 3, 1),
     ],
     ids=["default", "without inputs", "block by block", "true-sequential", "the last block alone"],
 )
@@ -107,7 +107,7 @@ def test_one_block_is_pruned_and_nothing_stays(
 
 def test_what_is_not_measured_is_said() -> None:
     """The training of `effort="best"`, for which no text is generated."""
-    _, time, events = measured(None, effort="best", scope="none", solver="magnitude")
+    _, time, events = measured(None, effort="best", settings={"scope": "none", "solver": "magnitude"})
     assert time.left_out == (TRAINING, WRITING)
     assert not {*time.left_out, GENERATING} & {event.name for event in events if isinstance(event, Stage)}
     assert time.describe().endswith(f"; without {', '.join(time.left_out)}")

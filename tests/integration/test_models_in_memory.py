@@ -157,7 +157,7 @@ def test_every_result_prints_in_two_or_three_lines(tiny: dict[str, Path], text_f
         (
             plan,
             [
-                rf"plan: {tiny['opt'].name}, 18 layers in 3 blocks, by sparsellm .*",
+                rf"plan: {tiny['opt'].name}, 18 layers in 3 blocks, by sparsellm, .*",
                 r"needs: [\d.]+ [KM]iB of [\d.]+ [MG]iB on \w+ while .*, [\d.]+ [KM]iB of .* on disk; it fits",
             ],
         ),

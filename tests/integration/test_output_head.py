@@ -27,7 +27,7 @@ from sparsellm.extensions.recover.training.distillation import last_states, loss
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.studies.page import report_page
 from sparsellm.methods import BlockMethod, BlockResult
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
@@ -177,7 +177,7 @@ def test_sparsegpt_equals_the_direct_loop_on_the_final_hidden_states(family: str
     assert layer.error == pytest.approx(error, rel=1e-3)
 
 
-@pytest.mark.parametrize("method", [LayerWise(Wanda()), TrueSequential(Wanda()), PublishedSparseLLM(Wanda())], ids=repr)
+@pytest.mark.parametrize("method", [LayerWise(Wanda()), TrueSequential(Wanda()), Algorithm1(Wanda())], ids=repr)
 def test_wanda_keeps_the_largest_scores_of_each_row(method: BlockMethod) -> None:
     model = random_model("gemma2")
     dense = head_of(model).weight.detach().clone()
@@ -200,7 +200,7 @@ def test_magnitude_needs_no_inputs() -> None:
 def test_the_default_fits_the_head_to_the_dense_logits(family: str) -> None:
     """With a solver that only selects: the weights of the ridge regression of the dense head's outputs on the pruned inputs."""
     model, original = random_model(family), random_model(family)
-    prune_all(model, SparseLLM(solver=Magnitude(), gauss_newton_steps=0), HALF)
+    prune_all(model, SparseLLM(solver=Magnitude(), rounds=0), HALF)
     dense, inputs, head = inputs_of_head(original).double(), inputs_of_head(model).double(), head_of(original)
     assert not torch.allclose(dense, inputs, atol=0.1)
     weight = head.weight.detach().double()
@@ -274,7 +274,7 @@ def test_runs_resume_to_the_same_bits(stop: int, streamed: bool, tmp_path: Path)
     """In memory, and from bf16 files block by block, ended after so many blocks, the head among them, and resumed."""
     dtype, compute = (torch.bfloat16, torch.float32) if streamed else (torch.float32, None)
     random_model("gemma2").to(dtype).save_pretrained(tmp_path / "model")
-    whole, method = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), SparseLLM(gauss_newton_steps=1)
+    whole, method = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), SparseLLM(rounds=1)
     wanted = prune_all(whole, method, HALF, compute=compute)
     for attempt in (stop, 4):
         work = tmp_path / "work"

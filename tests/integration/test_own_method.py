@@ -102,6 +102,11 @@ def test_an_object_prunes_as_the_method_that_it_equals(
     assert f"is of the method {title}, an object of Python" in done.stderr
 
 
+def test_an_object_has_its_settings(tiny: dict[str, Path]) -> None:
+    with pytest.raises(InvalidSetting, match=r"`settings` .*LargestFirst"):
+        sparsellm.prune(str(tiny["llama"]), LargestFirst(), settings={"rounds": 0})
+
+
 def test_a_solver_without_statistics_needs_no_text(tiny: dict[str, Path]) -> None:
     assert sparsellm.prune(str(tiny["llama"]), LargestFirst(), "2:4").report.sparsity == 0.5
     with pytest.raises(InvalidSetting, match=r"PowerWanda .*calibration"):
@@ -112,7 +117,6 @@ def test_a_solver_without_statistics_needs_no_text(tiny: dict[str, Path]) -> Non
     "settings",
     [
         {"keep_zeros": True},
-        {"true_sequential": True},
         {"values": "int8"},
         pytest.param({"bits": 3.0}, marks=pytest.mark.long),
         {"allocation": "fisher"},

@@ -142,8 +142,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fast-admm": {"method": "fast-admm"},
     "alps-accurate": {"method": "alps-accurate"},
     "sparsellm": {"method": "sparsellm"},
-    "published": {"method": "sparsellm", "as_published": True},
-    "true-sequential": {"method": "sparsegpt", "true_sequential": True},
+    "published": {"method": "algorithm1"},
+    "true-sequential": {"method": "sparsegpt", "settings": {"true_sequential": True}},
     "owl": {"method": "wanda", "allocation": "owl"},
     "fisher": {"method": "sparsegpt", "allocation": "fisher"},
 }

@@ -24,7 +24,7 @@ from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.token_sequences import draw_windows
 from sparsellm.recipes.file import read_recipe
-from sparsellm.recipes.methods import solver_named
+from sparsellm.recipes.registry import solver_named
 from sparsellm.runtime.products import bf16_solver_speedup
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem, solve_bytes
@@ -120,16 +120,19 @@ def taken(settings: dict[str, object], folder: Path) -> dict[str, int]:
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "wanda": ("llama", {"method": "wanda", "samples": 64}),
     "sparsegpt, streamed, 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4", "samples": 16, "offload": True}),
-    "true-sequential": ("opt", {"method": "sparsegpt", "samples": 16, "true_sequential": True}),
-    "true-sequential, on files": ("llama", {"method": "wanda", "samples": 64, "true_sequential": True, "max_memory": "60MB"}),
+    "true-sequential": ("opt", {"method": "sparsegpt", "samples": 16, "settings": {"true_sequential": True}}),
+    "true-sequential, on files": (
+        "llama",
+        {"method": "wanda", "samples": 64, "settings": {"true_sequential": True}, "max_memory": "60MB"},
+    ),
     "streams on files": ("llama", {"method": "sparsegpt", "samples": 64, "offload": True, "max_memory": "60MB"}),
-    "as published": ("opt", {"as_published": True, "samples": 16, "epochs": 2}),
-    "coupled, streamed": ("llama", {"samples": 8, "gauss_newton_steps": 0, "offload": True, "solver": "magnitude"}),
-    "coupled": ("opt", {"samples": 8, "gauss_newton_steps": 0, "solver": "sparsegpt", "allocation": "uniform"}),
+    "as published": ("opt", {"method": "algorithm1", "samples": 16, "settings": {"epochs": 2}}),
+    "coupled, streamed": ("llama", {"samples": 8, "offload": True, "settings": {"rounds": 0, "solver": "magnitude"}}),
+    "coupled": ("opt", {"samples": 8, "settings": {"rounds": 0, "solver": "sparsegpt"}, "allocation": "uniform"}),
     "the head too": ("untied", {"method": "sparsegpt", "samples": 16, "include": ["Linear", "lm_head"], "evaluate": ()}),
     "the head too, by default": (
         "untied",
-        {"samples": 8, "gauss_newton_steps": 0, "solver": "sparsegpt", "include": ["Linear", "lm_head"], "evaluate": ()},
+        {"samples": 8, "settings": {"rounds": 0, "solver": "sparsegpt"}, "include": ["Linear", "lm_head"], "evaluate": ()},
     ),
 }
 """Form and settings."""
@@ -180,9 +183,9 @@ def test_files_are_foreseen(folders: dict[str, Path], text_file: Path, tmp_path:
         "calibration": str(text_file),
         "samples": 64,
         "sequence_length": 64,
-        "gauss_newton_steps": 0,
+        "settings": {"rounds": 0, "solver": "magnitude"},
     }
-    settings |= {"solver": "magnitude", "allocation": "uniform"}
+    settings |= {"allocation": "uniform"}
     recipe = read_recipe(settings | {"offload": True, "max_memory": "24MB"})
     found = plan_pruning(recipe, tmp_path)
     pruning = next(stage for stage in found.stages if stage.name == "pruning")

@@ -49,7 +49,7 @@ TOKENS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(
 """Each sequence four times, so that the held-out ones are trained on, too: a random model learns nothing of other random
 tokens, and the last bits would decide whether a step lowers their loss."""
 
-WEAK: dict[str, Any] = {"solver": "magnitude", "gauss_newton_steps": 0, "batch_size": 2, "exclude": ["q_proj"]}
+WEAK: dict[str, Any] = {"settings": {"solver": "magnitude", "rounds": 0}, "batch_size": 2, "exclude": ["q_proj"]}
 """Leaves something to gain."""
 
 families = pytest.mark.parametrize("family", ["opt", "llama"])

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.methods import BlockMethod, LayerResult
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models import sparse_matmul
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(load_library() is None, reason="the kernel is no
 METHODS: dict[str, tuple[BlockMethod, int]] = {
     "layer-wise": (LayerWise(SparseGPT()), 6),
     "true-sequential": (TrueSequential(SparseGPT()), 6),
-    "Algorithm 1": (PublishedSparseLLM(SparseGPT(), epochs=2), 8),
-    "default": (SparseLLM(SparseGPT(), gauss_newton_steps=1), 6),
+    "Algorithm 1": (Algorithm1(SparseGPT(), epochs=2), 8),
+    "default": (SparseLLM(SparseGPT(), rounds=1), 6),
 }
 """Methods, and the number of weights of OPT of two blocks for which they use the kernel at least."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsellm.activations.walk import walk
 from sparsellm.methods import BlockMethod, EpochResult
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.layerwise import LayerWise, collect_statistics
 from sparsellm.methods.sparsellm import TrueSequential
@@ -174,7 +174,7 @@ def test_the_kernel_is_not_used_where_16_bit_products_are_faster(
 @pytest.mark.parametrize("family", ["OPT", pytest.param("Llama", marks=pytest.mark.long)])
 def test_algorithm_1_with_signals_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each epoch has the errors of float32 signals, and the regressions are those of the rounded signals."""
-    method, kept = PublishedSparseLLM(epochs=3), list[torch.dtype]()
+    method, kept = Algorithm1(epochs=3), list[torch.dtype]()
     tokens = torch.randint(3, 250, (32, 64), generator=torch.Generator().manual_seed(1)).split(8)
     refit = AuxiliarySignals.refit
 

@@ -41,7 +41,7 @@ def test_the_dense_stream_is_the_dense_models_own(family: str) -> None:
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
 def test_what_moves_is_told_and_all_else_stays(family: str) -> None:
     """Biases of planned layers move; `moved` names these; the rest keeps its bits."""
-    method = SparseLLM(Magnitude(), gauss_newton_steps=0)
+    method = SparseLLM(Magnitude(), rounds=0)
     model, steps = prune(family, method, chosen=frozenset({1}), exclude=["q_proj"])
     results = {step.name for step in steps if isinstance(step, LayerResult)}
     (finished,) = [step for step in steps if isinstance(step, BlockResult)]
@@ -117,11 +117,10 @@ def test_efforts() -> None:
         return method_of(recipe, 4)
 
     assert built() == built(effort="standard") == SparseLLM(ALPS.accurate(), scope="feedforward")
-    assert built(effort="fast") == SparseLLM(FastADMM(), scope="none") == built(scope="none", solver="fast-admm")
-    assert built(effort="fast", solver="alps") == SparseLLM(ALPS(), scope="none")
-    assert built(effort="fast", scope="feedforward") == SparseLLM(FastADMM(), scope="feedforward")
     assert (
-        Recipe(model="demo:opt", calibration="demo", effort="fast")
-        .describe()
-        .startswith("sparsellm (fast-admm inside, scope: none)")
+        built(effort="fast") == SparseLLM(FastADMM(), scope="none") == built(settings={"scope": "none", "solver": "fast-admm"})
     )
+    assert built(effort="fast", settings={"solver": "alps"}) == SparseLLM(ALPS(), scope="none")
+    assert built(effort="fast", settings={"scope": "feedforward"}) == SparseLLM(FastADMM(), scope="feedforward")
+    recipe = Recipe(model="demo:opt", calibration="demo", effort="fast", settings={"solver": "alps"})
+    assert recipe.describe().startswith("sparsellm, fast(solver=alps), 50 %")

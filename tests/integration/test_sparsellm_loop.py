@@ -37,7 +37,7 @@ def test_the_loop_only_goes_down(family: str, singly: bool) -> None:
 
     All are judged by the last sixteenth of the tokens, 15 of 240, however they are batched.
     """
-    model, steps = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=2), singly)
+    model, steps = prune(family, SparseLLM(SparseGPT(), rounds=2), singly)
     dense, pruned, blocks = signals(tiny(family)), signals(model), blocks_of(tiny(family))
     metrics = output_fisher(tiny(family), batches())
     for block in blocks:
@@ -87,7 +87,7 @@ def test_rounds_do_not_see_what_is_held_back(family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(block_solver, "gauss_newton_changes", counted_changes)
     for name in ("regression", "error"):
         counting(name)
-    prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=1), singly=True, chosen=frozenset({0}))
+    prune(family, SparseLLM(SparseGPT(), rounds=1), singly=True, chosen=frozenset({0}))
     assert seen["changes"] == [225]
     assert set(seen["regression"][:-1]) == {225}
     assert seen["regression"][-1] == 240
@@ -104,7 +104,7 @@ def test_changes_end_before_the_error_rises(monkeypatch: pytest.MonkeyPatch) -> 
                 yield {name: (length * x, None if bias is None else length * bias) for name, (x, bias) in change.items()}
 
         monkeypatch.setattr(block_solver, "gauss_newton_changes", changes)
-        return state(prune("llama", SparseLLM(SparseGPT(), gauss_newton_steps=1), singly=True, chosen=frozenset({0}))[0])
+        return state(prune("llama", SparseLLM(SparseGPT(), rounds=1), singly=True, chosen=frozenset({0}))[0])
 
     start, one, two = with_changes(), with_changes(1.0), with_changes(1.0, 0.9)
     assert not all(torch.equal(one[name], tensor) for name, tensor in start.items())
@@ -120,7 +120,7 @@ def test_a_round_that_is_worse_is_not_written(monkeypatch: pytest.MonkeyPatch) -
             return {name: (factor * weight, bias) for name, (weight, bias) in weights.items()}, 1.01 * arguments[3]
 
         monkeypatch.setattr(BlockSolver, "_newton_round", worse)
-        model, steps = prune("llama", SparseLLM(SparseGPT(), gauss_newton_steps=3), singly=True, chosen=frozenset({0}))
+        model, steps = prune("llama", SparseLLM(SparseGPT(), rounds=3), singly=True, chosen=frozenset({0}))
         return state(model), [epoch for epoch in epochs_of(steps) if epoch.step == "newton"]
 
     (kept, told), (other, _) = with_round(1.0), with_round(0.5)
@@ -141,9 +141,7 @@ def test_rounds_hold_the_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> N
         yield from plain(self, problem, names, energy)
 
     monkeypatch.setattr(BlockSolver, "_gauss_newton", recording)
-    (start, _), (model, _) = (
-        prune(family, SparseLLM(Magnitude(), gauss_newton_steps=n), chosen=frozenset({0})) for n in (0, 2)
-    )
+    (start, _), (model, _) = (prune(family, SparseLLM(Magnitude(), rounds=n), chosen=frozenset({0})) for n in (0, 2))
     block = blocks_of(model)[0]
     part = block.architecture.feed_forward
     assert part is not None
@@ -170,11 +168,11 @@ def test_a_change_that_cannot_help_is_not_made(family: str, monkeypatch: pytest.
     monkeypatch.setattr(
         FeedForwardProblem, "regression", lambda self, weights: regressions.append(self._tokens) or regression(self, weights)
     )
-    start, _ = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=0), chosen=frozenset({0}))
+    start, _ = prune(family, SparseLLM(SparseGPT(), rounds=0), chosen=frozenset({0}))
     assert regressions == [240]
     regressions.clear()
     monkeypatch.setattr(block_solver, "gauss_newton_changes", far_off)
-    model, steps = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=3), chosen=frozenset({0}))
+    model, steps = prune(family, SparseLLM(SparseGPT(), rounds=3), chosen=frozenset({0}))
     rounds = [epoch for epoch in epochs_of(steps) if epoch.step == "newton"]
     assert [epoch.accepted for epoch in rounds] == [False]
     assert regressions == [225, 240]

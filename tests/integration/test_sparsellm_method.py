@@ -140,12 +140,12 @@ def aim(family: str, block: Block, name: str, dense: Signals, pruned: Signals) -
     return target
 
 
-@pytest.mark.parametrize("choice", [{}, {"scope": "none", "gauss_newton_steps": 3}], ids=str)
+@pytest.mark.parametrize("choice", [{"rounds": 0}, {"scope": "none"}], ids=str)
 @every_family
 @torch.no_grad()
 def test_what_each_layer_reads_and_should_write(family: str, choice: dict[str, Any]) -> None:
     """In running order: Gram, W*, bias and error are those of the finished model's own passes, by float64 least squares."""
-    method = SparseLLM(**{"solver": Recorder(), "gauss_newton_steps": 0, **choice})
+    method = SparseLLM(solver=Recorder(), **choice)
     model, steps = prune(family, method)
     teacher = tiny(family)
     dense, pruned = signals(teacher), signals(model)
@@ -175,7 +175,7 @@ def test_what_each_layer_reads_and_should_write(family: str, choice: dict[str, A
     assert [step.epoch for step in steps if isinstance(step, EpochResult)] == [1] * 3 * coupled
 
 
-@pytest.mark.parametrize("method", [SparseLLM(), SparseLLM(Magnitude(), gauss_newton_steps=0)], ids=str)
+@pytest.mark.parametrize("method", [SparseLLM(), SparseLLM(Magnitude(), rounds=0)], ids=str)
 @pytest.mark.parametrize("family", ["opt", "qwen2-sliding"])
 def test_what_travels_on_is_what_will_be_stored(family: str, method: SparseLLM) -> None:
     """A bf16 model stays bf16, and later blocks see bit for bit what its bf16 weights, biases and norms let through."""
@@ -193,7 +193,7 @@ def test_what_travels_on_is_what_will_be_stored(family: str, method: SparseLLM) 
 @pytest.mark.parametrize("family", ["opt", "qwen2-sliding"])
 def test_later_layers_read_what_rounded_ones_write(family: str) -> None:
     """In a bf16 model each layer was fitted on what the bf16 layers before it in its block let through."""
-    model, method = tiny(family, torch.bfloat16), SparseLLM(Recorder(), gauss_newton_steps=0)
+    model, method = tiny(family, torch.bfloat16), SparseLLM(Recorder(), rounds=0)
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
     list(prune_blocks(model, batches(), method, plan, torch.float32))
     assert isinstance(method.solver, Recorder)
@@ -214,7 +214,7 @@ def test_later_layers_read_what_rounded_ones_write(family: str) -> None:
 @torch.no_grad()
 def test_curvatures(family: str) -> None:
     """Every layer has one: the writer by Fisher, attention's layers by Jacobians, the readers by their closed form."""
-    method = SparseLLM(Recorder(), gauss_newton_steps=0)
+    method = SparseLLM(Recorder(), rounds=0)
     pruned = signals(prune(family, method)[0])
     teacher = tiny(family)
     metrics = output_fisher(loaded(teacher, torch.float32), batches())
@@ -262,6 +262,6 @@ def test_writers_repair_the_stream(family: str, monkeypatch: pytest.MonkeyPatch)
         model = tiny(family)
         block = blocks_of(model)[0]
         plan = uniform_plan([block], Unstructured(0)) | uniform_plan([block], Unstructured(0.9), include=["self_attn.*"])
-        list(prune_blocks(model, batches(), SparseLLM(SparseGPT(), gauss_newton_steps=0), plan))
+        list(prune_blocks(model, batches(), SparseLLM(SparseGPT(), rounds=0), plan))
         missed[repaired] = far(signals(model)[block.name][1], wanted[block.name][1])
     assert missed[True] < 0.96 * missed[False]

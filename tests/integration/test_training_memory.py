@@ -57,7 +57,7 @@ TEXT = ("--samples", 8, "--sequence-length", 32, "--batch-size", 2)
 QUICK = ("--sparsity", "60%", *TEXT)
 WHOLE = ("--scope", "model", "--steps", 16)
 BLOCKS = ("--scope", "block", "--steps", 5)
-WEAK = ("--solver", "magnitude", "--gauss-newton-steps", 0)
+WEAK = ("--set", "solver=magnitude", "--set", "rounds=0")
 """Leaves something to gain."""
 
 
@@ -204,7 +204,7 @@ def test_bytes_by_hand(tiny: dict[str, Path]) -> None:
 @pytest.fixture(scope="module")
 def pruned(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama, pruned by magnitude."""
-    settings = {"solver": "magnitude", "gauss_newton_steps": 0, "samples": 8, "sequence_length": 32}
+    settings = {"settings": {"solver": "magnitude", "rounds": 0}, "samples": 8, "sequence_length": 32}
     result = prune(tiny["llama"], sparsity="60%", calibration=text_file, **settings)
     return result.save_pretrained(tmp_path_factory.mktemp("pruned") / "llama")
 
@@ -309,7 +309,7 @@ def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tm
 def test_the_divergence_is_that_of_the_held_back_windows(family: str, loud: dict[str, Path], tmp_path: Path) -> None:
     """Before and after are the mean over these windows' tokens of KL(dense || pruned), in nats."""
     tokens = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(3))
-    settings: dict[str, Any] = {"solver": "magnitude", "gauss_newton_steps": 0, "sparsity": "80%"}
+    settings: dict[str, Any] = {"settings": {"solver": "magnitude", "rounds": 0}, "sparsity": "80%"}
     start = prune(loud[family], **settings, batch_size=2, calibration=tokens)
     start.save_pretrained(tmp_path / "pruned")
     found = recover(tmp_path / "pruned", loud[family], tokens, steps=16, batch_size=2, compute_dtype="float32")

@@ -24,11 +24,11 @@ from transformers import (
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
+from sparsellm.recipes.fields import select_blocks
 from sparsellm.recipes.plan import uniform_plan
-from sparsellm.recipes.selection import select_blocks
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -275,9 +275,9 @@ def test_training_mode_is_restored(training: bool, early: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), evaluated.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("method", [LayerWise(SparseGPT()), PublishedSparseLLM(SparseGPT(), epochs=2)])
+@pytest.mark.parametrize("method", [LayerWise(SparseGPT()), Algorithm1(SparseGPT(), epochs=2)])
 @pytest.mark.parametrize("name", ["opt", "qwen2-sliding"])
-def test_bf16_models_stay_bf16(name: str, method: LayerWise | PublishedSparseLLM) -> None:
+def test_bf16_models_stay_bf16(name: str, method: LayerWise | Algorithm1) -> None:
     """Parameters and hidden states keep their dtype; no group loses a zero on the way to bf16."""
     model = tiny(name, dtype=torch.bfloat16)
     plan = uniform_plan(blocks_of(model), NM(2, 4))

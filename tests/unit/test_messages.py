@@ -96,7 +96,7 @@ def test_the_library_names_settings_in_the_words_of_python() -> None:
     [
         ("prune", "Pass fewer `samples`.", "Pass fewer --samples."),
         ("prune", "Pass `sequence_length=128`.", "Pass --sequence-length 128."),
-        ("prune", "Pass `offload=False`, or `true_sequential=True`.", "Pass --no-offload, or --true-sequential."),
+        ("prune", "Pass `offload=False`, or `keep_zeros=True`.", "Pass --no-offload, or --keep-zeros."),
         ("prune", "Leave out `exclude='*.k proj'` or `method='alps'`.", "Leave out --exclude '*.k proj' or --method alps."),
         ("prune", "There is no `model`.", "There is no MODEL."),
         ("recover", "Pass it as `against`, not as `pruned`.", "Pass it as --against, not as PRUNED."),
@@ -130,6 +130,7 @@ def test_notes_of_a_run_name_options_too(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_field_has_its_option() -> None:
     for field in FIELDS - {"pruned", "against"}:
-        expected = "MODEL" if field == "model" else f"--{field.replace('_', '-')}"
+        spelled = {"model": "MODEL", "settings": "--set"}
+        expected = spelled.get(field, f"--{field.replace('_', '-')}")
         command = "prune" if field in Recipe.model_fields else "recover"
         assert in_options(f"`{field}`", typer.Context(COMMANDS[command])) == expected

@@ -128,7 +128,7 @@ def test_the_citation_is_of_this_version() -> None:
     assert cited["version"] == sparsellm.__version__.partition(".dev")[0]
     assert cited["license"] == "Apache-2.0"
     notes = " ".join(paper["notes"] for paper in cited["references"])
-    assert all(name in notes for name in ("--as-published", "alps", "sparsegpt", "wanda", "owl"))
+    assert all(name in notes for name in ("algorithm1", "alps", "sparsegpt", "wanda", "owl"))
 
 
 def test_pre_commit_runs_what_the_tests_run() -> None:

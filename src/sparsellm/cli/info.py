@@ -7,14 +7,15 @@ import platform
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import print_json, print_line, print_note, report_errors, stderr, stdout, text_table
-from sparsellm.errors import InvalidSetting, plural
+from sparsellm.errors import InvalidSetting, nearest, plural
 from sparsellm.extension import PROBLEMS, installed, named
 
 EXTRAS = {
@@ -28,7 +29,10 @@ EXTRAS = {
 """The extras of pyproject.toml for users, each with the package that it brings."""
 
 
-def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
+Method = Annotated[str | None, typer.Argument(metavar="METHOD", help="Show a method and its settings instead.")]
+
+
+def info(context: typer.Context, method: Method = None, as_json: options.JsonOption = False) -> None:
     """Show this machine, its measured choices, methods and extensions.
 
     Measures which computations are faster here.
@@ -36,6 +40,9 @@ def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
     Example: sparsellm info
     """
     with report_errors(context):
+        if method is not None:
+            _print_method(method, as_json=as_json)
+            return
         with nullcontext() if as_json else stderr.status("measuring the processor"):
             found = _examine()
             facts = _brought_facts(found, context)
@@ -49,6 +56,23 @@ def info(context: typer.Context, as_json: options.JsonOption = False) -> None:
             if number:
                 print_line(stdout, "")
             stdout.print(text_table([title.ljust(width), ""], rows, words=True))
+
+
+def _print_method(name: str, *, as_json: bool) -> None:
+    """Print a method with its settings: their defaults, and what its docstring says of them."""
+    from sparsellm.recipes.fields import METHODS
+    from sparsellm.recipes.registry import described_settings
+
+    if name not in METHODS:
+        raise InvalidSetting(f"`method` is unknown: got {name!r}. {nearest(name, METHODS)}")
+    found = described_settings(name)
+    if as_json:
+        print_json({"method": name, "description": METHODS[name], "settings": {x.name: asdict(x) for x in found}})
+        return
+    print_line(stdout, f"{name}: {METHODS[name]}.")
+    print_line(stdout, "")
+    rows = [[x.name, x.default, x.description] for x in found]
+    stdout.print(text_table(["setting", "default", ""], rows, words=True))
 
 
 def _examine() -> dict[str, Any]:

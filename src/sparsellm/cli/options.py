@@ -20,6 +20,9 @@ from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
+LONGEST_METAVAR = 60
+"""Characters of the values of an option in its help; where they take more, its text says who lists them."""
+
 _METAVARS: dict[Any, str] = {str: "TEXT", list[str]: "TEXT", int: "N", float: "X"}
 """Placeholder of an option's value in the help, by type; a flag has none."""
 
@@ -119,10 +122,17 @@ def _option(name: str, field: FieldInfo, hidden: bool) -> inspect.Parameter:
     """The parameter of a command that sets a field."""
     kind, values = _option_type(field.annotation)
     extra = _extra(field)
-    no_default = field.default is False or field.default in (None, ())
+    no_default = field.default is False or field.default in (None, (), {})
+    metavar = f"[{'|'.join(values)}]" if values else _METAVARS.get(kind)
+    if get_origin(field.annotation) is dict:
+        metavar = "NAME=VALUE"
+    elif metavar and len(metavar) > LONGEST_METAVAR:
+        metavar = "NAME"
+    spelled = [f"--{extra['spelled']}"] if extra["spelled"] else []
     option = typer.Option(
+        *spelled,
         help=field.description,
-        metavar=f"[{'|'.join(values)}]" if values else _METAVARS.get(kind),
+        metavar=metavar,
         rich_help_panel=extra["panel"],
         hidden=hidden,
         show_default=extra["default_text"] or (False if no_default else str(field.default)),
@@ -141,6 +151,8 @@ def _option_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
         return str, arguments
     if get_origin(annotation) in (Union, types.UnionType):
         return _option_type(next(member for member in arguments if member is not types.NoneType))
+    if get_origin(annotation) is dict:
+        return list[str], ()
     if get_origin(annotation) is tuple:
         return list[str], _option_type(arguments[0])[1]
     return annotation, ()

@@ -39,7 +39,7 @@ from sparsellm.solvers.statistics import STORED, Gram, TokenCount
 
 
 @dataclass(frozen=True)
-class PublishedSparseLLM:
+class Algorithm1:
     r"""Prune a block's feed-forward layers for the output of the whole part, and its attention layers for their own outputs.
 
     Alternates between the weights, each solved by the layer solver toward the current signals, and the signals, each updated in
@@ -61,7 +61,7 @@ class PublishedSparseLLM:
         alpha: Weight of the layers' errors in the objective.
         beta: Weight of the activation's error. Only beta / alpha affects the result.
         ridge: Regularization of the regressions toward the dense weight, relative to the mean diagonal of the Gram matrix.
-        scope: The set Omega: numbers of the blocks whose feed-forward layers form one problem. None for every block; empty for
+        blocks: The set Omega: numbers of the blocks whose feed-forward layers form one problem. None for every block; empty for
             layer-wise pruning.
         keep_best: Whether to return the epoch with the smallest true feed-forward error instead of the last one.
         keep_zeros: Whether weights that are already zero stay zero.
@@ -73,7 +73,7 @@ class PublishedSparseLLM:
     alpha: float = 0.1
     beta: float = 0.1
     ridge: float = 1e-3
-    scope: frozenset[int] | None = None
+    blocks: frozenset[int] | None = None
     keep_best: bool = False
     keep_zeros: bool = False
     after_solve: AfterSolve | None = None
@@ -90,16 +90,16 @@ class PublishedSparseLLM:
 
     @property
     def needs(self) -> type[TokenCount]:
-        return self.solver.needs if self.scope == frozenset() else Gram
+        return self.solver.needs if self.blocks == frozenset() else Gram
 
     def check_blocks(self, blocks: Sequence[Block], model: str) -> None:
         """Raise UnsupportedModel if the method cannot solve the feed-forward layers of a model of this name."""
-        if self.scope == frozenset() or not blocks[0].architecture.known:
+        if self.blocks == frozenset() or not blocks[0].architecture.known:
             return
         if not any(block.architecture.feed_forward_parts for block in blocks):
             raise UnsupportedModel(
                 f"The feed-forward part of {model} has an activation function that SparseLLM does not support. "
-                "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
+                "Pass the setting `blocks` none, or a layer-wise method such as `method='alps'`."
             )
 
     def note(self, block: Block, plan: Plan) -> str:
@@ -115,7 +115,7 @@ class PublishedSparseLLM:
         if self._in_scope(block) and block.architecture.known and not block.architecture.feed_forward_parts:
             raise UnsupportedModel(
                 f"The feed-forward part of {block.name} has an activation function that SparseLLM does not support. "
-                "Use `scope='none'`, or a layer-wise method."
+                "Use the setting `blocks` none, or a layer-wise method."
             )
         if parts:
             yield from self._prune_coupled(block, parts, inputs, plan)
@@ -125,7 +125,7 @@ class PublishedSparseLLM:
     def block_memory(self, shapes: BlockShapes) -> Memory:
         """Layer-wise pruning, and in further epochs the signals of the parts and new solves of their layers."""
         first = LayerWise(self.solver, self.keep_zeros).block_memory(shapes)
-        if self.scope == frozenset() or not shapes.parts:
+        if self.blocks == frozenset() or not shapes.parts:
             return first
         width, hidden, projections = shapes.width, shapes.hidden, shapes.projections
         layers, tokens = [*[(hidden, width)] * projections, (width, hidden)], shapes.parts * shapes.share * shapes.tokens
@@ -139,7 +139,7 @@ class PublishedSparseLLM:
 
     def _in_scope(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""
-        return not block.is_head and (self.scope is None or block.index in self.scope)
+        return not block.is_head and (self.blocks is None or block.index in self.blocks)
 
     def _prune_coupled(
         self, block: Block, parts: Sequence[FeedForward], inputs: Activations, plan: Plan

@@ -44,15 +44,22 @@ class Settings:
     """The settings of `sparsellm.methods.sparsellm.SparseLLM`, documented there."""
 
     solver: LayerSolver = field(default_factory=ALPS.accurate)
-    gauss_newton_steps: int = 3
+    rounds: int | None = None
     sampled: int = SAMPLED
     scope: Scope = "feedforward"
     keep_zeros: bool = False
     after_solve: AfterSolve | None = None
 
     def __post_init__(self) -> None:
-        if self.gauss_newton_steps < 0:
-            raise InvalidSetting(f"SparseLLM needs gauss_newton_steps >= 0, got {self.gauss_newton_steps}.")
+        if self.rounds is not None and self.rounds < 0:
+            raise InvalidSetting(f"SparseLLM needs rounds >= 0, got {self.rounds}.")
+        if self.rounds and self.scope == "none":
+            raise InvalidSetting(f"With the scope none every layer is pruned alone: leave out rounds, got {self.rounds}.")
+
+    @property
+    def most_rounds(self) -> int:
+        """`rounds`, or 3 if the layers of a feed-forward part form one problem."""
+        return 3 * (self.scope != "none") if self.rounds is None else self.rounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +156,7 @@ class BlockSolver:
 
     def _solve_jointly(self, regressions: Mapping[str, Regression], problem: FeedForwardProblem) -> Iterator[EpochResult]:
         """Solve the layers of a feed-forward part, given the regressions of its input projections, which are freed early."""
-        names, rounds, after_solve = problem.names, self._settings.gauss_newton_steps, self._settings.after_solve
+        names, rounds, after_solve = problem.names, self._settings.most_rounds, self._settings.after_solve
         # Nothing may be fitted to what judges the rounds, and the first solve is measured on the same tokens as they are.
         training, judge = problem.split() if rounds else (problem, problem)
         curvatures = problem.curvatures(self._weights(names))
@@ -169,7 +176,7 @@ class BlockSolver:
         """Gauss-Newton rounds, until the error on held-out tokens no longer falls; then a refit to all tokens."""
         training, held_out = problem.split()
         error = held_out.error(self._weights(names))
-        for number in range(1, self._settings.gauss_newton_steps + 1):
+        for number in range(1, self._settings.most_rounds + 1):
             new_weights, new_error = self._newton_round(training, held_out, names, error)
             yield EpochResult(self._block.name, number, "newton", new_error / energy, new_error < error)
             if new_error < error:

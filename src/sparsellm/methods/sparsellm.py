@@ -49,7 +49,7 @@ class SparseLLM(Settings):
 
     Attributes:
         solver: Any layer solver.
-        gauss_newton_steps: Number of Gauss-Newton rounds.
+        rounds: Most Gauss-Newton rounds; None for 3, or for none with the scope "none".
         sampled: Least number of tokens for their curvature, if there are as many.
         scope: Layers that form one problem: "none" (no step 2 and no S) or "feedforward".
         keep_zeros: Whether weights that are already zero stay zero.

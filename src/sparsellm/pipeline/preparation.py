@@ -28,11 +28,11 @@ from sparsellm.pipeline.loading import OpenedModel, check_names, open_model
 from sparsellm.pipeline.sequential import InputsReader
 from sparsellm.pipeline.steps import ModelStep, steps_of
 from sparsellm.pipeline.token_sequences import check_tokens, read_tokens, tokens_note, window_length
-from sparsellm.recipes.fields import ALLOCATIONS
+from sparsellm.recipes.fields import ALLOCATIONS, select_blocks
 from sparsellm.recipes.methods import method_of
 from sparsellm.recipes.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
 from sparsellm.recipes.recipe import Recipe, RunRecipe
-from sparsellm.recipes.selection import layer_names, select_blocks
+from sparsellm.recipes.selection import layer_names
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram

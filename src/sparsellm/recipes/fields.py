@@ -28,16 +28,18 @@ from pydantic import (
 from sparsellm.errors import InvalidSetting, first_line
 from sparsellm.extension import PROBLEMS, installed
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
+from sparsellm.texts.yaml_files import read_value
 
 if TYPE_CHECKING:
     from sparsellm.methods import AfterSolve
     from sparsellm.solvers.patterns import Pattern
 
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
-MethodName = Literal["sparsellm", SolverName]
+MethodName = Literal["sparsellm", "algorithm1", SolverName]
 
 METHODS = {
     "sparsellm": "matches layers to the dense model's outputs, weighted by their effect on the predictions; any solver inside",
+    "algorithm1": "Algorithm 1 of the SparseLLM paper: weights and auxiliary signals in turn (NeurIPS 2024)",
     "alps-accurate": "ALPS with over-relaxation, a penalty that grows half as fast, and a longer final fit",
     "alps": "finds mask and weights together by ADMM, then refits the weights on the mask (NeurIPS 2024)",
     "fast-admm": "the first ADMM steps of ALPS with a single factorization, and a short refit",
@@ -47,19 +49,12 @@ METHODS = {
 }
 """Description of each method by name, as `sparsellm info` prints it."""
 
-SEQUENTIAL = tuple(name for name in METHODS if name not in ("sparsellm", "magnitude"))
-"""Methods that `true_sequential` is for: sparsellm has its own order of layers, and magnitude uses no inputs."""
-
-SCOPES = ("none", "feedforward")
-"""Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""
-
 ALLOCATIONS = ("uniform", "owl", "fisher")
 """Rules that set each layer's sparsity; a YAML file may be used instead."""
 
-Trait = Literal["path", "measured", "machine", "memory", "sparsellm", "default", "published"]
+Trait = Literal["path", "measured", "machine", "memory"]
 """The kind of a field: a file's name ("path"), something to measure, which changes no weights ("measured"), a matter of the
-machine and not of the result ("machine"), of its memory, on which no bit depends ("memory"), or a setting of the method
-sparsellm, maybe one that only its default or only Algorithm 1 has ("default", "published")."""
+machine and not of the result ("machine"), or of its memory, on which no bit depends ("memory")."""
 
 EVALUATION = (
     *("revision", "trust_remote_code", "text_field", "documents", "bos", "sequence_length", "evaluate_limit"),
@@ -82,6 +77,46 @@ def parse_size(field: str, value: str) -> int:
     raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
 
 
+def select_blocks(text: str, count: int) -> frozenset[int]:
+    """Parse a selection of blocks.
+
+    Args:
+        text: "all", "none", "first-half", or a list of numbers and half-open ranges such as "0:12,15"; negative numbers count
+            from the end, as in "-1" or "-4:". "first-half" is the first `count // 2` blocks, as in the paper's tables.
+        count: Number of blocks of the model.
+
+    Raises:
+        InvalidSetting: The text is malformed, or holds an empty range or a block that the model does not have.
+    """
+    named = {"all": range(count), "none": range(0), "first-half": range(count // 2)}
+    if text in named:
+        return frozenset(named[text])
+    chosen: set[int] = set()
+    for part in text.split(","):
+        if match := re.fullmatch(r"\s*(-?\d+)?:(-?\d+)?\s*", part):
+            start, stop = int(match[1] or 0), count if match[2] is None else int(match[2])
+        else:
+            start = int(part) if re.fullmatch(r"\s*-?\d+\s*", part) else count  # which no block has
+            stop = start + 1 or count
+        start, stop = (number + count if number < 0 else number for number in (start, stop))
+        if not 0 <= start < stop <= count:
+            raise InvalidSetting(
+                f"`blocks` got {text!r}, but the model's {count} blocks are 0 to {count - 1}, or -{count} to -1 from the end. "
+                "Write all, first-half, none, a range 0:12, which ends before 12, or a list 3,5."
+            )
+        chosen.update(range(start, stop))
+    return frozenset(chosen)
+
+
+def split_name(value: Any, field: str) -> tuple[Any, dict[str, Any]]:
+    """A name, and the settings beside it in a mapping. field: where it stands, for the error."""
+    if not isinstance(value, Mapping):
+        return value, {}
+    if "name" not in value:
+        raise InvalidSetting(f"`{field}` has settings and no name: got {dict(value)}.")
+    return value["name"], {str(key): x for key, x in value.items() if key != "name"}
+
+
 _as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[str, ...], _as_tuple]
 """Several texts; a single one may be written without a list."""
@@ -96,6 +131,7 @@ def _field(
     essential: bool = True,
     least: int | None = None,
     traits: tuple[Trait, ...] = (),
+    spelled: str = "",
     **constraints: Any,
 ) -> Any:
     """A field of the recipe.
@@ -108,10 +144,12 @@ def _field(
         essential: `--help` lists the option, not only `--help-all`.
         least: Smallest value of a count, whose largest is `MOST`.
         traits: What other modules ask of the field, by `fields_with`.
+        spelled: Name of the option, if it is another one than the field's.
         **constraints: Bounds of the value, as in `pydantic.Field`.
     """
     constraints |= {} if least is None else {"ge": least, "le": MOST}
-    option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential, "traits": traits}
+    option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential}
+    option |= {"traits": traits, "spelled": spelled}
     return Field(default, description=description, json_schema_extra=option, **constraints)
 
 
@@ -250,34 +288,12 @@ class FurtherFields(BaseModel):
 class PruneFields(RunFields, FurtherFields):
     """The fields of `sparsellm.recipes.recipe.Recipe`, which checks that they agree, without those of extensions."""
 
-    method: MethodName = option("sparsellm", "Pruning method.")
+    method: MethodName = option("sparsellm", "Pruning method; sparsellm info lists them.")
     sparsity: str | None = option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
-    as_published: bool = method_option(
-        False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.", traits=("sparsellm",)
-    )
+    settings: dict[str, Any] = method_option({}, "Setting of the method; sparsellm info METHOD lists them.", spelled="set")
     effort: Literal["fast", "standard", "best"] = option(
         "standard",
         "fast prunes each layer alone; standard solves each feed-forward part as one problem; best also trains the model.",
-        traits=("sparsellm", "default"),
-    )
-    solver: SolverName | None = method_option(
-        None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published", traits=("sparsellm",)
-    )
-    gauss_newton_steps: int = method_option(
-        3, "Maximum number of Gauss-Newton rounds on each feed-forward part.", least=0, traits=("sparsellm", "default")
-    )
-    epochs: int = method_option(4, "Number of epochs K of Algorithm 1.", least=1, traits=("sparsellm", "published"))
-    alpha: float = method_option(
-        0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
-    )
-    beta: float = method_option(
-        0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False, traits=("sparsellm", "published")
-    )
-    scope: str | None = method_option(
-        None,
-        "Layers that are pruned as one problem: none or feedforward; with as_published also blocks, as 0:12.",
-        "set by effort",
-        traits=("sparsellm",),
     )
     allocation: str | None = layers_option(
         None,
@@ -289,10 +305,20 @@ class PruneFields(RunFields, FurtherFields):
     include: Names = layers_option((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = layers_option((), "Do not prune such layers, named as for include.")
     keep_zeros: bool = layers_option(False, "Keep weights that are zero in the dense model at zero.", essential=False)
-    true_sequential: bool = method_option(
-        False,
-        f"Prune each layer on the outputs of the pruned layers before it in its block ({', '.join(SEQUENTIAL)}).",
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_method(cls, fields: Any) -> Any:
+        """Take settings from beside the name of the method, and from texts NAME=VALUE."""
+        if not isinstance(fields, dict):
+            return fields
+        settings = fields.get("settings") or {}
+        if isinstance(settings, (list, tuple)):
+            settings = dict(_parse_setting(text) for text in settings)
+        if isinstance(fields.get("method"), Mapping):
+            name, beside = split_name(fields["method"], "method")
+            fields, settings = fields | {"method": name}, beside | dict(settings)
+        return fields | ({"settings": settings} if settings else {})
 
     @model_validator(mode="before")
     @classmethod
@@ -348,10 +374,12 @@ def fields_with(kind: type[RunFields], *traits: Trait) -> tuple[str, ...]:
     return tuple(name for name, option in options if not {*traits}.isdisjoint(option.get("traits", ())))
 
 
-def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
-    """Return the fields that belong to other methods than this one."""
-    others = fields_with(RecipeFields, "sparsellm" if method != "sparsellm" else "default" if as_published else "published")
-    return (*others, *(("true_sequential",) if method in METHODS and method not in SEQUENTIAL else ()))
+def _parse_setting(text: Any) -> tuple[str, Any]:
+    """The name and the value of a setting of the command line."""
+    name, equals, value = str(text).partition("=")
+    if not equals:
+        raise InvalidSetting(f"`settings` must be NAME=VALUE, got {str(text)!r}.")
+    return name, read_value(value)
 
 
 def is_object(fields: Mapping[str, Any]) -> bool:

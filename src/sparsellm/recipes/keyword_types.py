@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-from sparsellm.recipes.fields import SolverName
 from sparsellm.texts.in_memory import CalibrationData
 
 
@@ -48,20 +47,13 @@ class PruneKeywords(RunKeywords, total=False):
     """Keywords of `prune`, `plan` and `search`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    as_published: bool
+    settings: dict[str, Any]
     effort: Literal["fast", "standard", "best"]
-    solver: SolverName | None
-    gauss_newton_steps: int
-    epochs: int
-    alpha: float
-    beta: float
-    scope: str | None
     allocation: str | None
     blocks: str
     include: str | Sequence[str]
     exclude: str | Sequence[str]
     keep_zeros: bool
-    true_sequential: bool
     bits: float | None
     values: Literal["int8", "int4", "int3"] | None
     group_size: int | None

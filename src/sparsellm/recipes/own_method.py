@@ -14,7 +14,7 @@ from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.statistics import TokenCount
 
-OF_THE_METHOD = ("keep_zeros", "true_sequential")
+OF_THE_METHOD = ("keep_zeros",)
 """Fields that `LayerWise` takes, so that they go with a solver but not with a method."""
 
 
@@ -28,6 +28,12 @@ class ObjectRecipe(Recipe):
 
     method: str  # type: ignore[assignment]
     given: Any = Field(None, exclude=True, repr=False)
+
+    @model_validator(mode="after")
+    def _check_no_settings(self) -> ObjectRecipe:
+        if self.settings:
+            raise InvalidSetting(f"`settings` go with the name of a method, got an object of {self.method}. Leave them out.")
+        return self
 
     @model_validator(mode="after")
     def _check_given(self) -> ObjectRecipe:

@@ -14,26 +14,20 @@ from sparsellm.extension import names_of
 from sparsellm.recipes.fields import (
     ALLOCATIONS,
     BROUGHT_BY,
-    SCOPES,
-    SEQUENTIAL,
+    METHODS,
     RecipeFields,
     RunFields,
-    SolverName,
-    fields_of_others,
     parse_size,
 )
+from sparsellm.recipes.registry import build
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 if TYPE_CHECKING:
     from sparsellm.methods import Totals, TrainingResult
 
-EFFORTS: dict[str, tuple[SolverName, str]] = {
-    "fast": ("fast-admm", "none"),
-    "standard": ("alps-accurate", "feedforward"),
-    "best": ("alps-accurate", "feedforward"),
-}
-"""Solver and scope of each effort, used where the recipe sets none."""
+EFFORTS: dict[str, dict[str, Any]] = {"fast": {"solver": "fast-admm", "scope": "none"}, "standard": {}, "best": {}}
+"""Settings of the method sparsellm that an effort sets, unless the recipe does."""
 
 SAVED: dict[str, Any] = {"saved": True}
 """Context of the validation of a recipe that a report holds, whose names may be those of packages that are not installed."""
@@ -144,7 +138,7 @@ class Recipe(RunRecipe, RecipeFields):
     stage: ClassVar[str] = "pruning"
     result: ClassVar[str] = "pruned"
 
-    @field_validator("sparsity", "blocks", "scope", mode="before")
+    @field_validator("sparsity", "blocks", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
         return value if value is None else str(value)
@@ -155,25 +149,11 @@ class Recipe(RunRecipe, RecipeFields):
         return value if value is None else str(parse_pattern(value))
 
     @model_validator(mode="after")
-    def _check_method(self) -> Recipe:
-        name = self._first_changed(*fields_of_others(self.method, self.as_published))
-        if name == "true_sequential" or (name and self.method != "sparsellm"):
-            methods = ", ".join(SEQUENTIAL) if name == "true_sequential" else "sparsellm"
-            raise InvalidSetting(f"`{name}` is for {methods}, got the method {self.method}. Leave it out.")
-        if name:
-            uses, advice = "only Algorithm 1 uses it", "Pass `as_published=True` with it, or leave it out"
-            if self.as_published:
-                uses, advice = "Algorithm 1 as published does not use it", "Leave out either it or `as_published`"
-            raise InvalidSetting(f"`{name}` is {getattr(self, name)}, but {uses}. {advice}.")
-        if self.method == "sparsellm" and not self.as_published and self.scope not in (None, *SCOPES):
-            raise InvalidSetting(
-                f"`scope` is unknown: got {self.scope!r}. {nearest(str(self.scope), SCOPES)} "
-                "A list of blocks needs `as_published=True`."
-            )
-        if self.resolved_scope == "none" and self.gauss_newton_steps and self._first_changed("gauss_newton_steps"):
-            raise InvalidSetting(
-                "With `scope` none, or `effort` fast, every layer is pruned separately: leave out `gauss_newton_steps`."
-            )
+    def _check_settings(self, info: ValidationInfo) -> Recipe:
+        if self.effort != type(self).model_fields["effort"].default and self.method != "sparsellm":
+            raise InvalidSetting(f"`effort` is for sparsellm, got the method {self.method}. Leave it out.")
+        if self.settings and self.method in METHODS and info.context is not SAVED:
+            build(self.method, self.resolved_settings)
         return self
 
     @model_validator(mode="after")
@@ -216,7 +196,7 @@ class Recipe(RunRecipe, RecipeFields):
         if (setting := next((name for name in self.in_place_of_sparsity if getattr(self, name) is not None), None)) is not None:
             return setting
         is_removing = self.pattern.is_shareable and self.pattern.sparsity > 0
-        nonuniform = self.method == "sparsellm" and not self.as_published and is_removing
+        nonuniform = self.method == "sparsellm" and is_removing
         return self.allocation or ("fisher" if nonuniform else "uniform")
 
     @property
@@ -224,14 +204,16 @@ class Recipe(RunRecipe, RecipeFields):
         return self.sparsity is None
 
     @property
-    def inner_solver(self) -> SolverName:
-        """Name of the layer solver used by the method sparsellm."""
-        return self.solver or ("sparsegpt" if self.as_published else EFFORTS[self.effort][0])
+    def resolved_settings(self) -> dict[str, Any]:
+        """The settings of the method, with those that `effort` sets."""
+        return EFFORTS[self.effort] | self.settings
 
     @property
-    def resolved_scope(self) -> str:
-        """`scope`, or the one that `effort` sets."""
-        return self.scope or EFFORTS[self.effort][1]
+    def method_label(self) -> str:
+        """The method with the settings that differ from its defaults, as "algorithm1(epochs=2)"."""
+        effort = "" if self.effort == type(self).model_fields["effort"].default else f", {self.effort}"
+        given = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{self.method}{effort}" + (f"({given})" if given else "")
 
     @property
     def reads_text(self) -> bool:
@@ -243,13 +225,14 @@ class Recipe(RunRecipe, RecipeFields):
 
     def describe(self, predicate: str = "removed") -> str:
         """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""
-        detail = f" ({'as published, ' if self.as_published else ''}{self.inner_solver} inside, {self.epochs} epochs)"
-        if not self.as_published:
-            detail = f" ({self.inner_solver} inside, scope: {self.resolved_scope})"
-        if self.method != "sparsellm":
-            detail = " (true-sequential)" if self.true_sequential else ""
         size = self.size_label() if self.sparsity is None else self.pattern.describe(predicate)
-        return f"{self.method}{detail}, {size}{self.describe_more()}"
+        return f"{self.method_label}, {size}{self.describe_more()}"
+
+    def to_yaml(self) -> str:
+        changed = self.changed()
+        if settings := changed.pop("settings", None):
+            changed["method"] = {"name": self.method, **settings}
+        return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
 
     def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
         zeros = totals.before_and_after

@@ -84,37 +84,6 @@ def _holders(name: str) -> list[str]:
     return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
 
 
-def select_blocks(text: str, count: int) -> frozenset[int]:
-    """Parse a selection of blocks.
-
-    Args:
-        text: "all", "none", "first-half", or a list of numbers and half-open ranges such as "0:12,15"; negative numbers count
-            from the end, as in "-1" or "-4:". "first-half" is the first `count // 2` blocks, as in the paper's tables.
-        count: Number of blocks of the model.
-
-    Raises:
-        InvalidSetting: The text is malformed, or holds an empty range or a block that the model does not have.
-    """
-    named = {"all": range(count), "none": range(0), "first-half": range(count // 2)}
-    if text in named:
-        return frozenset(named[text])
-    chosen: set[int] = set()
-    for part in text.split(","):
-        if match := re.fullmatch(r"\s*(-?\d+)?:(-?\d+)?\s*", part):
-            start, stop = int(match[1] or 0), count if match[2] is None else int(match[2])
-        else:
-            start = int(part) if re.fullmatch(r"\s*-?\d+\s*", part) else count  # which no block has
-            stop = start + 1 or count
-        start, stop = (number + count if number < 0 else number for number in (start, stop))
-        if not 0 <= start < stop <= count:
-            raise InvalidSetting(
-                f"`blocks` got {text!r}, but the model's {count} blocks are 0 to {count - 1}, or -{count} to -1 from the end. "
-                "Write all, first-half, none, a range 0:12, which ends before 12, or a list 3,5."
-            )
-        chosen.update(range(start, stop))
-    return frozenset(chosen)
-
-
 def name_matcher(pattern: str, setting: str) -> Callable[[str], bool]:
     """Compile a layer-name pattern to a function of a full name.
 

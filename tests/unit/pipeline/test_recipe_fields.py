@@ -41,9 +41,9 @@ def test_integers_are_bounded_on_both_sides(name: str) -> None:
 def test_true_is_no_number_and_no_name() -> None:
     names = [name for name, field in FIELDS.items() if "bool" not in str(field.annotation)]
     for name in names:
-        if name not in ("sparsity", "blocks", "scope"):  # texts, which are checked as texts
+        if name not in ("sparsity", "blocks"):  # texts, which are checked as texts
             assert refused(name, True) == f"`{name}` got true, which is no value of it."
-    assert len(names) > 40
+    assert len(names) > 35
 
 
 def test_switches_are_read() -> None:

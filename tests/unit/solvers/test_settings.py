@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -32,8 +32,8 @@ REFUSED: dict[type, dict[str, tuple[float, ...]]] = {
         "growth": (0.9, 0.0, NAN, INFINITY),
         "relaxation": (0.0, 2.0, NAN),
     },
-    PublishedSparseLLM: {"epochs": (0,), "alpha": (0.0,), "beta": (-1.0, NAN), "ridge": (-1e-3,)},
-    SparseLLM: {"gauss_newton_steps": (-1,)},
+    Algorithm1: {"epochs": (0,), "alpha": (0.0,), "beta": (-1.0, NAN), "ridge": (-1e-3,)},
+    SparseLLM: {"rounds": (-1,)},
 }
 
 

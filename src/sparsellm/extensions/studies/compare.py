@@ -56,14 +56,13 @@ class ComparedRun:
 
     @property
     def method(self) -> str:
-        """The method, with the effort or variant of the method sparsellm."""
+        """The method, with what differs from its defaults."""
         recipe = self.report.recipe
         if not isinstance(recipe, Recipe):
             return "nothing recovered" if self.report.recovered_nothing else "recovered"
         if not self.report.blocks:
             return NOT_PRUNED
-        variant = "as published" if recipe.as_published else recipe.effort
-        return recipe.method if recipe.method != "sparsellm" or variant == "standard" else f"sparsellm, {variant}"
+        return recipe.method_label
 
     @property
     def model(self) -> str:
@@ -274,9 +273,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
         if dense and max(dense) > (1 + SAME_TEXT) * min(dense):
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."
     yield from _differences_from_dense(runs)
-    ours = {
-        run.method.startswith("sparsellm") and "as published" not in run.method for run in runs if not run.report.is_recovery
-    }
+    ours = {run.method.startswith("sparsellm") for run in runs if not run.report.is_recovery}
     if len(ours) > 1:
         yield "Errors of the method sparsellm are relative to the dense stream, those of others to the layer's own output."
     if open_cells:

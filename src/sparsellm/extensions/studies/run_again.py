@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from sparsellm.extensions.studies.sweep_cells import Cell, Published, Sweep
-from sparsellm.recipes.fields import fields_of_others
+from sparsellm.extensions.studies.sweep_cells import Published, Sweep, not_of_method
 from sparsellm.recipes.own_method import ObjectRecipe
 from sparsellm.recipes.recipe import Recipe, RunRecipe
+
+SETTING = "settings."
+"""Begins the name of a setting among the fields of a recipe."""
 
 
 def run_command(recipe: RunRecipe, output: str) -> str:
@@ -36,6 +38,10 @@ def run_command(recipe: RunRecipe, output: str) -> str:
         option = _option(name)
         if isinstance(value, bool):
             lines.append([option if value else option.replace("--", "--no-", 1)])
+        elif isinstance(value, dict):
+            lines += [
+                ["--set", f"{key}={yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"] for key, x in value.items()
+            ]
         else:
             for item in map(str, value if isinstance(value, list) else [value]):
                 lines.append([f"{option}={item}"] if item.startswith("-") else [option, item])
@@ -68,21 +74,23 @@ def bench_command(
 
 def sweep_yaml(sweep: Sweep) -> str:
     """The file of a sweep, in the form that `read_sweep` reads: its cells, columns and published values."""
-    fields = [cell.recipe.model_dump(mode="json") for cell in sweep.cells]
-    varied = [name for name in Recipe.model_fields if any(x[name] != fields[0][name] for x in fields)]
-    shared = sweep.cells[0].recipe.model_dump(mode="json", exclude_defaults=True, exclude=set(varied))
+    fields = [_flat(cell.recipe) for cell in sweep.cells]
+    names = dict.fromkeys(name for values in fields for name in values)
+    varied = [name for name in names if any(x.get(name) != fields[0].get(name) for x in fields)]
+    defaults = sweep.cells[0].recipe.model_dump(mode="json", exclude_defaults=True)
+    shared = {name: x for name, x in fields[0].items() if name not in varied and (name in defaults or name.startswith(SETTING))}
     axes: dict[str, dict[str, Any]] = {axis: {label: {} for label in labels} for axis, labels in sweep.axes.items()}
     for name in varied:
         # The values of a field are set by one axis, in some sweeps by the one with the field's name or by any of several.
         axis = next(axis for axis in sorted(sweep.axes, key=lambda axis: axis != name) if _sets(sweep, axis, name))
         for cell, values in zip(sweep.cells, fields, strict=True):
-            if _has(cell, name):
+            if name in values:
                 axes[axis][cell.labels[axis]][name] = values[name]
     content: dict[str, Any] = {
         "title": sweep.title,
         "note": sweep.note,
-        "recipe": shared,
-        "axes": axes,
+        "recipe": _nested(shared),
+        "axes": {axis: {label: _nested(point) for label, point in points.items()} for axis, points in axes.items()},
         "leave_out": _left_out(sweep),
     }
     published = [_published_entry(entry, sweep) for entry in sweep.published]
@@ -92,14 +100,22 @@ def sweep_yaml(sweep: Sweep) -> str:
 
 
 def _sets(sweep: Sweep, axis: str, name: str) -> bool:
-    """Whether all cells with the same label on an axis have the same value of a recipe field, of those whose method has it."""
-    values = {(cell.labels[axis], repr(getattr(cell.recipe, name))) for cell in sweep.cells if _has(cell, name)}
+    """Whether all cells with the same label on an axis have the same value of a recipe field, of those that have it."""
+    values = {(cell.labels[axis], repr(_flat(cell.recipe)[name])) for cell in sweep.cells if name in _flat(cell.recipe)}
     return len(values) == len({label for label, _ in values})
 
 
-def _has(cell: Cell, name: str) -> bool:
-    """Whether the method of a cell has a recipe field."""
-    return name not in fields_of_others(cell.recipe.method, cell.recipe.as_published)
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe that its method has, as plain data, with each setting as one."""
+    fields = {name: x for name, x in recipe.model_dump(mode="json").items() if name not in not_of_method(recipe.method)}
+    return fields | {f"{SETTING}{name}": x for name, x in fields.pop("settings").items()}
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `_flat` as a recipe has them."""
+    settings = {name.removeprefix(SETTING): x for name, x in fields.items() if name.startswith(SETTING)}
+    own = {name: x for name, x in fields.items() if not name.startswith(SETTING)}
+    return own | ({"settings": settings} if settings else {})
 
 
 def _left_out(sweep: Sweep) -> list[dict[str, str | list[str]]]:

@@ -245,7 +245,7 @@ def _with_measurements(recipe: Recipe, target: Target) -> Recipe:
 
 def _has_efforts(recipe: Recipe) -> bool:
     """Whether `effort` applies to the recipe's method."""
-    return recipe.method == "sparsellm" and not recipe.as_published
+    return recipe.method == "sparsellm"
 
 
 def _effort(recipe: Recipe) -> str:
@@ -261,8 +261,7 @@ def _fast(recipe: Recipe, target: Target) -> Recipe:
     else:
         fields["evaluate"] = recipe.evaluate
     if _has_efforts(recipe) and recipe.effort != "fast":
-        fields = {name: value for name, value in fields.items() if name not in ("solver", "scope", "gauss_newton_steps")}
-        fields["effort"] = "fast"
+        fields = {name: value for name, value in fields.items() if name != "settings"} | {"effort": "fast"}
     return validated(Recipe, fields)
 
 

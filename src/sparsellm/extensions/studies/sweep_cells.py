@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, FiniteFloat
 
 from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.recipes.fields import split_name
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.patterns import parse_pattern
 
@@ -113,9 +114,17 @@ def label_of(axis: str, value: Any) -> str:
     if axis == "sparsity":
         with suppress(InvalidSetting):  # the recipe of the cell refuses a value that is no pattern
             return str(parse_pattern(str(value)))
+    if isinstance(value, dict):
+        name, settings = split_name(value, axis)
+        return f"{name}({', '.join(f'{key}={written(x)}' for key, x in settings.items())})"
     return PurePath(value).name if axis == "model" and isinstance(value, str) else written(value)
 
 
 def known_label(axis: str, value: Any, labels: Collection[str]) -> str:
     """The label of an axis that a value names: as it is written, or else as a value in a list; maybe an unknown one."""
     return written(value) if written(value) in labels else label_of(axis, value)
+
+
+def not_of_method(method: str) -> tuple[str, ...]:
+    """The fields of recipes that a method does not have."""
+    return () if method == "sparsellm" else ("effort",)

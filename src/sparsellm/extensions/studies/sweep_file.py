@@ -19,11 +19,13 @@ from sparsellm.extensions.studies.sweep_cells import (
     known_label,
     label_of,
     labels_in_words,
+    not_of_method,
     written,
 )
-from sparsellm.recipes.fields import fields_of_others
+from sparsellm.recipes.fields import split_name
 from sparsellm.recipes.file import explain, read_recipe
 from sparsellm.recipes.recipe import Recipe
+from sparsellm.recipes.registry import METHODS_OF_BLOCKS, SOLVERS, settings_of
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping, read_value
 
@@ -135,14 +137,23 @@ def _points(axis: str, spec: Any) -> Points:
     points: Points = {}
     for item in spec:
         value = spec[item] if isinstance(spec, dict) else item
-        fields = value if isinstance(value, dict) else {axis: value}
+        problem, is_method = f"The axis {axis!r} sets an unknown field", axis == "method" and isinstance(value, dict)
+        fields = value if isinstance(value, dict) and not (is_method and "name" in value) else _fields(axis, value, problem)
         for field in fields:
-            check_known(str(field), Recipe.model_fields, f"The axis {axis!r} sets an unknown field")
+            check_known(str(field), Recipe.model_fields, problem)
         label = written(item) if isinstance(spec, dict) else label_of(axis, item)
         if label in points:
             raise InvalidSetting(f"The axis {axis!r} has two values named {label!r}. Give each a `label:`.")
         points[label] = dict(fields)
     return points
+
+
+def _fields(name: str, value: Any, problem: str) -> dict[str, Any]:
+    """The field of a recipe of a name, or the setting of a method; an error for any other name starts with `problem`."""
+    if name in Recipe.model_fields:
+        return {name: value}
+    settings = {setting for method in (*SOLVERS, *METHODS_OF_BLOCKS) for setting in settings_of(method)}
+    return {"settings": {check_known(name, {*Recipe.model_fields, *settings}, problem): value}}
 
 
 def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) -> None:
@@ -156,7 +167,8 @@ def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) 
         check_known(axis, axes, f"The change {change!r} names an unknown axis")
         label = known_label(axis, label, axes[axis])
         fields = axes[axis][check_known(label, axes[axis], f"The change {change!r} names an unknown label of {axis!r}")]
-    fields[check_known(axis, Recipe.model_fields, f"The change {change!r} names an unknown field")] = read_value(text)
+    for name, value in _fields(axis, read_value(text), f"The change {change!r} names an unknown field").items():
+        fields[name] = {**fields.get(name, {}), **value} if name == "settings" else value
 
 
 def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Excluded:
@@ -189,7 +201,7 @@ def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequ
             error.add_note(f"in the cell {labels_in_words(labels)}; `leave_out:` removes cells from a sweep")
             raise
         for name in unused:
-            methods.setdefault(name, {})[f"{recipe.method}{' as published' if recipe.as_published else ''}"] = None
+            methods.setdefault(name, {})[recipe.method] = None
         cell, key = Cell(labels=labels, recipe=recipe), recipe.model_dump_json()
         cells.setdefault(key if unused else f"{key} {cell.name}", cell)
     _check_distinct(list(cells.values()))
@@ -204,7 +216,7 @@ def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequ
 
 def _not_its_own(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """The fields that belong to other methods than the one in these fields."""
-    return fields_of_others(str(fields.get("method", Recipe.model_fields["method"].default)), bool(fields.get("as_published")))
+    return not_of_method(str(split_name(fields.get("method", Recipe.model_fields["method"].default), "method")[0]))
 
 
 def _combinations(
@@ -217,10 +229,13 @@ def _combinations(
             continue
         fields: dict[str, Any] = {}
         for axis, label in labels.items():
-            if duplicates := fields.keys() & axes[axis][label]:
+            point = axes[axis][label]
+            settings, more = fields.get("settings", {}), point.get("settings", {})
+            if duplicates := fields.keys() & (point.keys() - {"settings"}) | (settings.keys() & more.keys()):
                 raise InvalidSetting(f"Two axes set {min(duplicates)!r} at {label!r}. Let one of them set it.")
-            fields |= axes[axis][label]
-        yield labels, {**shared, **fields}
+            fields |= point | ({"settings": {**settings, **more}} if settings or more else {})
+        settings = {**shared.get("settings", {}), **fields.get("settings", {})}
+        yield labels, {**shared, **fields} | ({"settings": settings} if settings else {})
 
 
 def _check_distinct(cells: Sequence[Cell]) -> None:

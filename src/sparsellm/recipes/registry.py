@@ -1,0 +1,169 @@
+"""Methods and solvers by name, and their settings: the fields of their classes. Each is imported when it is used."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.recipes.fields import select_blocks, split_name
+
+if TYPE_CHECKING:
+    from sparsellm.methods import AfterSolve, BlockMethod
+    from sparsellm.solvers.problem import LayerSolver
+
+SOLVERS = {
+    "magnitude": "sparsellm.solvers.scores:Magnitude",
+    "wanda": "sparsellm.solvers.scores:Wanda",
+    "sparsegpt": "sparsellm.solvers.sparsegpt:SparseGPT",
+    "fast-admm": "sparsellm.solvers.fast_admm:FastADMM",
+    "alps": "sparsellm.solvers.alps:ALPS",
+    "alps-accurate": "sparsellm.solvers.alps:ALPS.accurate",
+}
+"""Where the layer solvers are; each is also a layer-wise method of its name."""
+
+METHODS_OF_BLOCKS = {
+    "sparsellm": "sparsellm.methods.sparsellm:SparseLLM",
+    "algorithm1": "sparsellm.methods.algorithm1:Algorithm1",
+}
+"""Where the methods are that prune a block."""
+
+LAYERWISE = {False: "sparsellm.methods.layerwise:LayerWise", True: "sparsellm.methods.sparsellm:TrueSequential"}
+"""Where layer-wise methods are, without and with `SEQUENTIAL`."""
+
+SET_BY_RECIPE = ("keep_zeros", "after_solve")
+"""Fields of methods that other fields of a recipe set."""
+
+SEQUENTIAL = "true_sequential"
+"""Setting of layer-wise methods that read inputs: each layer is pruned on the outputs of the pruned layers before it."""
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings of a method, with their defaults."""
+    default = _default(name)
+    found = {x.name: getattr(default, x.name) for x in fields(default) if x.init and x.name not in SET_BY_RECIPE}
+    return found | ({SEQUENTIAL: False} if _may_be_sequential(name) else {})
+
+
+@dataclass(frozen=True)
+class DescribedSetting:
+    """A setting of a method, in words."""
+
+    name: str
+    default: str
+    description: str
+
+
+def described_settings(name: str) -> list[DescribedSetting]:
+    """The settings of a method with what the docstring of its class says of them."""
+    text = (inspect.getdoc(type(_default(name))) or "").partition("Attributes:\n")[2]
+    lines = {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", text, re.MULTILINE)}
+    lines[SEQUENTIAL] = "Prune each layer on the outputs of the pruned layers before it in its block."
+    return [DescribedSetting(key, _spelled(x), lines.get(key, "")) for key, x in settings_of(name).items()]
+
+
+def _spelled(value: Any) -> str:
+    """A default in words: the name of a solver, and other values as they are."""
+    places = {place: name for name, place in SOLVERS.items()}
+    return next((name for place, name in places.items() if _imported(place)() == value), str(value))
+
+
+def solver_named(value: Any) -> LayerSolver:
+    """The solver of a name, or of a mapping with its name and settings. Raises InvalidSetting for any other."""
+    name, settings = split_name(value, "solver")
+    if name not in SOLVERS:
+        raise InvalidSetting(f"The solver is unknown: got {name!r}. {nearest(str(name), SOLVERS)}")
+    solver: LayerSolver = _with_settings(name, settings)
+    return solver
+
+
+def build(
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    depth: int | None = None,
+    keep_zeros: bool = False,
+    after_solve: AfterSolve | None = None,
+    in_float32: bool = False,
+) -> BlockMethod:
+    """Build a method.
+
+    Args:
+        settings: The settings that differ from their defaults.
+        depth: Number of blocks of the model; None where settings are only checked.
+        keep_zeros: Field of the recipe.
+        after_solve: What is done to solved weights.
+        in_float32: Whether solvers do without products in bfloat16.
+
+    Raises:
+        InvalidSetting: A setting is unknown or has a wrong value.
+    """
+    method: BlockMethod
+    if name in METHODS_OF_BLOCKS:
+        made = _with_settings(name, settings, depth)
+        solver = _in_float32(made.solver) if in_float32 else made.solver
+        method = replace(made, solver=solver, keep_zeros=keep_zeros, after_solve=after_solve)
+        return method
+    own = {key: x for key, x in settings.items() if key != SEQUENTIAL or not _may_be_sequential(name)}
+    is_sequential = settings.get(SEQUENTIAL, False) if len(own) < len(settings) else False
+    if not isinstance(is_sequential, bool):
+        raise InvalidSetting(f"{SEQUENTIAL} of the method {name} must be true or false, got {is_sequential!r}.")
+    solver = _with_settings(name, own)
+    method = _imported(LAYERWISE[is_sequential])(_in_float32(solver) if in_float32 else solver, keep_zeros, after_solve)
+    return method
+
+
+def _with_settings(name: str, settings: Mapping[str, Any], depth: int | None = None) -> Any:
+    """The solver or method of a name with these settings."""
+    default = _default(name)
+    if not settings:
+        return default
+    known, hints = settings_of(name), get_type_hints(type(default))
+    if unknown := next((key for key in settings if key not in known), None):
+        raise InvalidSetting(
+            f"The method {name} has no setting {unknown!r}. {nearest(unknown, known) if known else 'It has none.'}"
+        )
+    values = {}
+    for key, value in settings.items():
+        try:
+            values[key] = _value(hints[key], value, depth)
+        except ValidationError as error:
+            raise InvalidSetting(f"{key} of the method {name}: {error.errors()[0]['msg'].lower()}, got {value!r}.") from None
+    return replace(default, **values)
+
+
+def _value(hint: Any, value: Any, depth: int | None) -> Any:
+    """The value of a setting, of the type of its field. Raises pydantic's ValidationError for a value of another type."""
+    if isinstance(hint, type) and hint.__name__ == "LayerSolver":
+        return solver_named(value)
+    if hint == frozenset[int] | None:
+        return select_blocks(str(value), depth) if depth else None
+    return TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_python(value)
+
+
+def _default(name: str) -> Any:
+    """The solver or method of a name, with its default settings."""
+    return _imported((METHODS_OF_BLOCKS | SOLVERS)[name])()
+
+
+def _may_be_sequential(name: str) -> bool:
+    """Whether a method is layer-wise and reads inputs."""
+    return name in SOLVERS and name != "magnitude"
+
+
+def _in_float32(solver: Any) -> Any:
+    """A solver without products in bfloat16."""
+    return solver.in_float32() if hasattr(solver, "in_float32") else solver
+
+
+def _imported(place: str) -> Any:
+    """What is at a place, "module:name"."""
+    module, _, name = place.partition(":")
+    return attrgetter(name)(import_module(module))
