@@ -36,7 +36,7 @@ from transformers import AutoConfig
 
 from sparsellm.cli.allocator import manage_memory
 from sparsellm.observers.events import Stage, combine_observers
-from sparsellm.outputs.work_directory import work_directory
+from sparsellm.outputs.journal import work_directory
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.file import read_recipe
 from sparsellm.runtime.memory import peak_memory

@@ -133,7 +133,7 @@ def kill_at(server: ForkServerContext, words: Sequence[object], output: Path, en
 
     The process sends the signal to itself: a signal from here may come when a short run has already ended.
     """
-    from sparsellm.outputs.folder import WORK
+    from sparsellm.checkpoints.files import WORK
     from sparsellm.outputs.journal import JOURNAL
 
     killed_at = (str(output / WORK / JOURNAL), entry)

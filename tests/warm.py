@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sparsellm.outputs.work_directory import work_directory
+from sparsellm.outputs.journal import work_directory
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.recipe import Recipe
 from tests.conftest import byte_tokenizer

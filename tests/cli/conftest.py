@@ -50,7 +50,7 @@ def models(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(scope="session")
 def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The five outputs; not to be written to."""
-    from sparsellm.outputs.work_directory import work_directory
+    from sparsellm.outputs.journal import work_directory
     from sparsellm.pipeline.prune import prune_run
     from sparsellm.recipes.file import read_recipe
 

@@ -20,8 +20,8 @@ from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.extensions.studies.search import search_sparsity
 from sparsellm.extensions.studies.target import Target
 from sparsellm.observers.events import Event, NextRun, Note
-from sparsellm.outputs import input_digests
-from sparsellm.outputs.input_digests import run_inputs, text_contents
+from sparsellm.outputs import fingerprint
+from sparsellm.outputs.fingerprint import run_inputs, text_contents
 from sparsellm.pipeline import measuring
 from sparsellm.recipes.file import read_recipe
 from tests.cli.test_bad_input import refused
@@ -230,8 +230,8 @@ def test_contents_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         == {}
     )
     file = tmp_path / "long.txt"
-    monkeypatch.setattr(input_digests, "WHOLE_TEXT_BYTES", 1000)
-    monkeypatch.setattr(input_digests, "DIGESTED_BYTES", 10)
+    monkeypatch.setattr(fingerprint, "WHOLE_TEXT_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "DIGESTED_BYTES", 10)
     known = set()
     for place in (None, 0, 99_999):
         data = bytearray(100_000)

@@ -11,8 +11,9 @@ import pytest
 from typer.testing import Result
 
 import sparsellm
+from sparsellm.checkpoints.files import WORK
 from sparsellm.observers.events import EventLog, Note
-from sparsellm.outputs.folder import LOG, WORK
+from sparsellm.outputs.folder import LOG
 from sparsellm.outputs.journal import Journal
 from tests.conftest import report_of
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import sparsellm
+from sparsellm.checkpoints.files import WORK
 from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.recover.recipe import SCOPE_STEPS
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
-from sparsellm.outputs.folder import WORK
 from sparsellm.outputs.journal import Journal
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of

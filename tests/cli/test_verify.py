@@ -16,10 +16,9 @@ from torch import Tensor
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.checkpoints.files import REPORT
+from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
-from sparsellm.outputs.folder import WORK
 from tests.cli.conftest import OUTPUTS
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of

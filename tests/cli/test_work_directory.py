@@ -18,12 +18,12 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from sparsellm import prune
+from sparsellm.checkpoints.files import WORK
 from sparsellm.errors import BadCheckpoint, TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
-from sparsellm.outputs.folder import SCALES_FILE, WORK
+from sparsellm.outputs.folder import EXPORT, REPLACED, SCALES_FILE
 from sparsellm.outputs.journal import JOURNAL, Journal
-from sparsellm.outputs.lock import EXPORT, REPLACED
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 import sparsellm
-from sparsellm.checkpoints.files import REPORT
-from sparsellm.outputs.folder import LOG, WORK, is_finished
-from sparsellm.outputs.lock import EXPORT
+from sparsellm.checkpoints.files import REPORT, WORK
+from sparsellm.outputs.folder import EXPORT, LOG, is_finished
 from tests import processes
 
 DRAWN = ("--calibration", "{text}", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")

@@ -234,7 +234,7 @@ def test_one_file_becomes_one_file_and_shards_stay_shards(tiny: dict[str, Path],
         out = tmp_path / f"out-{len(settings)}"
         ran = prune(shards, "magnitude", "50%", **settings) if not settings else None
         if ran is None:
-            from sparsellm.outputs.work_directory import work_directory
+            from sparsellm.outputs.journal import work_directory
             from sparsellm.pipeline.prune import prune_run
             from sparsellm.recipes.file import read_recipe
 

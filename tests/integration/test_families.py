@@ -30,8 +30,8 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.models.feedforward import PlainFeedForward
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.outputs.inspection import inspect
+from sparsellm.outputs.journal import work_directory
 from sparsellm.outputs.report import Report
-from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.loading import check_runs, choose_placement, open_model
 from sparsellm.pipeline.planning import estimate
 from sparsellm.pipeline.preparation import make_plan, prepare_pruning

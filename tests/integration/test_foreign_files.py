@@ -17,7 +17,7 @@ from typer.testing import Result
 from sparsellm.checkpoints.files import card_terms, check_files
 from sparsellm.checkpoints.loading import context_length
 from sparsellm.errors import BadCheckpoint, BadText
-from sparsellm.outputs.finished import read_output
+from sparsellm.outputs.verification import read_output
 from sparsellm.texts.texts import read_text
 from tests.conftest import long_unless
 

@@ -25,10 +25,10 @@ from sparsellm.extensions.studies.sweep_runner import CellFolder, saved_sweep
 from sparsellm.extensions.studies.sweep_runner import _open as save_sweep
 from sparsellm.extensions.studies.sweep_tables import table, to_markdown
 from sparsellm.models.blocks import blocks_of
-from sparsellm.outputs.finished import foreign_file, read_finished
 from sparsellm.outputs.inspection import inspect, planned_patterns
 from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import load_report
+from sparsellm.outputs.verification import foreign_file, read_finished
 from sparsellm.pipeline.loading import check_vocabulary
 from sparsellm.recipes.file import read_recipe
 from sparsellm.recipes.methods import method_of

@@ -14,10 +14,9 @@ from click.testing import Result
 from filelock import FileLock
 
 from sparsellm import prune
-from sparsellm.checkpoints.files import REPORT
+from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.errors import CannotResume
-from sparsellm.outputs.folder import WORK
-from sparsellm.outputs.lock import EXPORT, LOCK, REPLACED, locked, recover_output, replacing
+from sparsellm.outputs.folder import EXPORT, LOCK, REPLACED, locked, recover_output, replacing
 
 Command = Callable[..., Result]
 QUICK = ("--sparsity", "60%", "--samples", 6, "--sequence-length", 32, "--batch-size", 2, "--method", "wanda")

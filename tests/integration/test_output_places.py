@@ -11,13 +11,12 @@ import pytest
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.checkpoints.files import REPORT
+from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.errors import OutputExists
 from sparsellm.extensions.integers import compressed_export
 from sparsellm.extensions.packed import packing
 from sparsellm.outputs import lock as output_lock
 from sparsellm.outputs import saving, work_directory
-from sparsellm.outputs.folder import WORK
 from sparsellm.pipeline import several
 from tests.conftest import long_unless
 

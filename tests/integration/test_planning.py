@@ -20,7 +20,7 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.planning.measured_plan import plan_pruning
 from sparsellm.methods import BlockResult
 from sparsellm.observers.events import LOADING, Note, Stage
-from sparsellm.outputs.work_directory import work_directory
+from sparsellm.outputs.journal import work_directory
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.token_sequences import draw_windows
 from sparsellm.recipes.file import read_recipe

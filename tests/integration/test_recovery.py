@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsellm import load_report, prune, recover, verify
+from sparsellm.checkpoints.files import WORK
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.extensions.recover.block_recovery import RATE
@@ -31,7 +32,6 @@ from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.extensions.studies.page import report_page
 from sparsellm.methods import BlockResult
 from sparsellm.observers.events import Event
-from sparsellm.outputs.folder import WORK
 from sparsellm.outputs.inspection import inspect
 from sparsellm.texts.padding import split_batches
 from tests import processes

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm import prune
+from sparsellm.checkpoints.files import WORK
 from sparsellm.extensions.recover.block_recovery import read_recovery
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.run import recover_run
 from sparsellm.extensions.recover.training import masked_training
 from sparsellm.observers.events import Stage
-from sparsellm.outputs.folder import WORK
-from sparsellm.outputs.work_directory import work_directory
+from sparsellm.outputs.journal import work_directory
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of

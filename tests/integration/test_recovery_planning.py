@@ -18,7 +18,7 @@ from sparsellm.extensions.recover.block_recovery import read_recovery
 from sparsellm.extensions.recover.run import recover_run
 from sparsellm.observers.events import Stage
 from sparsellm.outputs import journal
-from sparsellm.outputs.work_directory import work_directory
+from sparsellm.outputs.journal import work_directory
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 from tests.meter import Meter

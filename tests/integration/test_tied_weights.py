@@ -18,7 +18,7 @@ from typer.testing import Result
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.outputs.inspection import inspect
-from sparsellm.outputs.work_directory import work_directory
+from sparsellm.outputs.journal import work_directory
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.file import read_recipe
 from tests.cli.test_headers import refused_by_all

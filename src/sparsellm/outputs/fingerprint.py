@@ -1,12 +1,13 @@
-"""The fingerprint of a run, compared on resume."""
+"""The fingerprint of a run, compared when it is resumed, and the digests of what it read, compared when results are kept."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -18,14 +19,21 @@ from torch import Tensor
 from sparsellm import __version__
 from sparsellm.checkpoints.documents import CONFIG_FILE
 from sparsellm.checkpoints.files import card_terms
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
+from sparsellm.errors import BadText, CannotResume, InvalidSetting, SparseLLMError
 from sparsellm.outputs.folder import ANEW, LOG
 from sparsellm.outputs.journal import OF_RECIPE
+from sparsellm.outputs.verification import read_output
 from sparsellm.recipes.fields import RunFields, fields_with
+from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime import devices
 from sparsellm.solvers import sparsegpt
+from sparsellm.texts.data_sets import is_saved
+from sparsellm.texts.json_files import Unreadable, read_utf8
 from sparsellm.texts.padding import token_digest
+from sparsellm.texts.paths import is_task_file, local_path
+from sparsellm.texts.texts import NAMES, check_text
 
 Value = TypeVar("Value")
 
@@ -37,6 +45,22 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 
 DIGEST_THREADS = 8
 """Most files to digest in parallel: one thread cannot saturate a fast disk."""
+
+
+Inputs = Mapping[str, Mapping[str, str]]
+"""The files that a run read: by the name in its recipe, their contents as `contents` describes them."""
+
+OF_THE_MACHINE = fields_with(RunFields, "machine")
+"""Recipe fields that do not identify a result: it may be made on another machine."""
+
+WEIGHT_ENDINGS = (".safetensors", ".bin")
+"""Endings of the names of weight files."""
+
+WHOLE_TEXT_BYTES = 2**30
+"""Bytes of a text that are digested as a whole, in about a second. Of a longer one, `PIECES` pieces of `DIGESTED_BYTES` bytes
+are."""
+
+PIECES, DIGESTED_BYTES = 256, 2**16
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -92,14 +116,141 @@ def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
     return result
 
 
-def contents(file: Path) -> str:
-    """Size and SHA-256 digest of a file as text; cached until the file changes."""
+def contents(file: Path, whole: bool = True) -> str:
+    """Size and SHA-256 digest of a file, or of evenly spaced pieces of it, as text; cached until the file changes."""
     stat = file.stat()
-    return f"{stat.st_size:,} bytes, SHA-256 {_digest(file, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)}"
+    digest = _digest(file, whole, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+    return f"{stat.st_size:,} bytes, {'SHA-256' if whole else 'pieces'} {digest}"
 
 
 @lru_cache(maxsize=4096)
-def _digest(file: Path, *_: int) -> str:
+def _digest(file: Path, whole: bool, size: int, *_: int) -> str:
     """SHA-256 digest of a file. The further arguments are the cache key; programs cannot set the change time (ctime)."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+        if whole:
+            return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+        digest = hashlib.sha256()
+        for number in range(PIECES):  # the first and the last bytes among them
+            stream.seek(number * max(0, size - DIGESTED_BYTES) // (PIECES - 1))
+            digest.update(stream.read(DIGESTED_BYTES))
+    return digest.hexdigest()[:32]
+
+
+class OtherContents(CannotResume):
+    """A result is of a model or a text that was changed since."""
+
+
+class SameInputs:
+    """Compares what the runs of one command read: another model or text of the same name makes no result with the others."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Mapping[str, str]] = {}
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise OtherContents if an earlier run has read other files under a name; remember these."""
+        if difference := changed_input(self._known, inputs):
+            raise OtherContents(
+                f"{difference}, between two runs of this command. Run it again when nothing writes to the files, or on a copy."
+            )
+        self._known = {**inputs, **self._known}
+
+
+def check_inputs(recipe: RunRecipe, given: Collection[str] | None = None) -> None:
+    """Check that everything is there which a recipe names besides its model, before that is opened and perhaps downloaded.
+
+    Args:
+        given: Fields of texts that are given in memory: "calibration", "evaluate".
+
+    Raises:
+        SparseLLMError: A text, the allocation file or the folder of the tasks' data cannot be read.
+    """
+    texts = {"calibration": [recipe.calibration] if recipe.reads_text else [], "evaluate": recipe.evaluate}
+    for text in (text for field, named in texts.items() if field not in (given or ()) for text in named):
+        check_text(str(text))
+    if file := recipe.allocation_file:
+        try:
+            read_utf8(local_path(file))
+        except Unreadable as error:
+            raise InvalidSetting(f"The allocation {file} cannot be read: {error}.") from None
+    if recipe.task_data is not None and not local_path(recipe.task_data).is_dir():
+        raise BadText(f"There is no folder {recipe.task_data}. Put the questions there, or leave out `task_data`.")
+
+
+def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, dict[str, str]]:
+    """Digests of what a recipe names: its model's files, its local texts, its allocation file, and its tasks' data.
+
+    Every byte of the weights is read, once per process. A model or a text in memory, and a text on the hub, have none.
+    """
+    found = {}
+    if isinstance(source, Checkpoint):
+        known = {name.removeprefix("file "): str(text) for name, text in model_fingerprint(source).items()}
+        del known["terms in README.md"]  # which decide nothing
+        found[recipe.model] = known
+    return found | {name: named for name in _local_names(recipe) if (named := text_contents(name))}
+
+
+def text_contents(name: str) -> dict[str, str]:
+    """Digests of a local text, data set or folder of tasks' data by the names of its files; empty for any other name."""
+    path = local_path(name, any_length=True)
+    try:
+        inside = path.rglob("*") if is_saved(path) else path.glob("*.jsonl")
+        files = [path] if path.is_file() else sorted(file for file in inside if file.is_file())
+    except (OSError, ValueError):  # a sentence is too long for the name of a file
+        return {}
+    if name in NAMES or not files:
+        return {}
+    whole = sum(file.stat().st_size for file in files) <= WHOLE_TEXT_BYTES
+    return {str(file.relative_to(path.parent)): contents(file, whole) for file in files}
+
+
+def changed_input(recorded: Inputs, current: Inputs, endings: str | tuple[str, ...] = "") -> str:
+    """Describe the first input of the same name with other contents; empty if there is none.
+
+    Args:
+        endings: Compare only files with names that end so.
+    """
+    for name in (name for name in recorded if name in current):
+        before, now = recorded[name], current[name]
+        for file in sorted(before.keys() | now.keys()):
+            if file.endswith(endings) and before.get(file) != now.get(file):
+                return f"{name} was changed: {file} had {before.get(file, 'no bytes')}, and then {now.get(file, 'no bytes')}"
+    return ""
+
+
+def check_kept(folder: Path, recipe: RunRecipe) -> None:
+    """Check that a finished output, which need not be written again, is of this recipe, and of the files that it names now.
+
+    Raises:
+        OtherContents: It is not.
+    """
+    output = read_output(local_path(folder))
+    names = PathNames(recipe)
+    settings = names.recipe(recipe).model_dump(mode="json", exclude=set(OF_THE_MACHINE))
+    stored = output.content["recipe"]
+    changed = next((name for name, value in settings.items() if name in stored and stored[name] != value), None)
+    if changed:
+        difference = f"its `{changed}` was {stored[changed]!r}, and is now {settings[changed]!r}"
+    else:
+        difference = changed_input(output.report.inputs, names.keys(current_inputs(recipe)))
+    if difference:
+        advice = "or `restart=True` and `overwrite=True` to start over"
+        if changed in NOT_DECISIVE:
+            advice = f"and measure {folder} with sparsellm evaluate: its weights do not depend on this"
+        message = f"{folder} is finished, but not of this run: {difference}. Pass the original settings and files, {advice}."
+        raise OtherContents(message)
+
+
+def current_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
+    """The inputs of a recipe as they are now; empty if its model cannot be opened any more."""
+    with suppress(SparseLLMError):
+        return run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
+    return {}
+
+
+def _local_names(recipe: RunRecipe) -> Iterator[str]:
+    """The names in a recipe that may be files or folders, besides its model."""
+    yield from [recipe.calibration] if recipe.reads_text and recipe.calibration else []
+    yield from recipe.evaluate
+    yield from [recipe.allocation_file] if recipe.allocation_file else []
+    yield from [recipe.task_data] if recipe.task and recipe.task_data else []
+    yield from (task for task in recipe.task if is_task_file(task))

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import copy_documents, plain_config, read_config_text, with_dtype, write_config
-from sparsellm.checkpoints.files import REPORT
+from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.checkpoints.headers import file_metadata
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.side_files import write_side_files
@@ -25,21 +25,24 @@ from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_ind
 from sparsellm.checkpoints.tensor_index import read_stored
 from sparsellm.errors import InvalidSetting, OutputExists, dtype_name, written_to
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.outputs.finished import foreign_file
 from sparsellm.outputs.folder import (
     ANEW,
     CARD,
     LOG,
-    WORK,
+    aside,
     check_name,
     check_place,
     files_outside_work,
+    first_link,
     free_disk,
     is_empty,
+    locked,
+    not_moved,
+    recover_output,
+    replacing,
 )
-from sparsellm.outputs.lock import aside, first_link, locked, not_moved, recover_output, replacing
 from sparsellm.outputs.report import Report
-from sparsellm.outputs.verification import check_written, proven
+from sparsellm.outputs.verification import check_written, foreign_file, proven
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes

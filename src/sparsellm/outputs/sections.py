@@ -33,7 +33,7 @@ class Section(ABC):
         """Compare the output with the model that it was made from, in place of the comparison with the dense model.
 
         Args:
-            output: The `sparsellm.outputs.finished.Output`.
+            output: The `sparsellm.outputs.verification.Output`.
             tensors: Its `sparsellm.checkpoints.comparison.StoredTensors`.
             model: The other model, a `Checkpoint` or `InMemoryModel`.
             model_tensors: Its tensors.

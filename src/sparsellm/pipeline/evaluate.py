@@ -34,7 +34,7 @@ from sparsellm.observers.events import (
     advance_by,
     combine_observers,
 )
-from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.outputs.fingerprint import check_inputs
 from sparsellm.pipeline.loading import check_runs, load_model, open_model
 from sparsellm.pipeline.measuring import measure_accuracies
 from sparsellm.pipeline.token_sequences import check_tokens, read_test, window_length

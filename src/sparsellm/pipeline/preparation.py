@@ -18,9 +18,9 @@ from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.output_head import blocks_and_head, output_head
 from sparsellm.observers.events import OPENING, READING_TEXTS, Note, Observer, add_note, run_stage
-from sparsellm.outputs.finished import dtype_changed_before, totals_before
 from sparsellm.outputs.folder import ANEW, LOG
 from sparsellm.outputs.report import Report
+from sparsellm.outputs.verification import dtype_changed_before, totals_before
 from sparsellm.outputs.zeros_before import note_before
 from sparsellm.pipeline.cached_allocation import rule_of
 from sparsellm.pipeline.dense_results import DenseCache

@@ -15,9 +15,9 @@ from sparsellm.methods import BlockResult
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.observers.events import ALLOCATION, Observer, add_note, run_stage
-from sparsellm.outputs.finished import changed_before
-from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.outputs.fingerprint import check_inputs
 from sparsellm.outputs.saving import Result
+from sparsellm.outputs.verification import changed_before
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
 from sparsellm.pipeline.dense_results import estimate_fisher
 from sparsellm.pipeline.planning import fit_to_memory

@@ -34,14 +34,12 @@ from sparsellm.observers.events import (
     combine_observers,
     run_stage,
 )
-from sparsellm.outputs.fingerprint import environment
+from sparsellm.outputs.fingerprint import Inputs, environment
 from sparsellm.outputs.folder import ANEW, LOG
-from sparsellm.outputs.input_digests import Inputs
-from sparsellm.outputs.journal import Journal
+from sparsellm.outputs.journal import Journal, WorkDirectory
 from sparsellm.outputs.report import Report, When
 from sparsellm.outputs.saving import Result
 from sparsellm.outputs.verification import check_unpruned
-from sparsellm.outputs.work_directory import WorkDirectory
 from sparsellm.outputs.zeros_before import initial_sparsity
 from sparsellm.pipeline.dense_results import DenseCache, cache_key
 from sparsellm.pipeline.loading import Placement, check_runs, load_model
@@ -61,7 +59,7 @@ class RunArguments(TypedDict, total=False):
     """Arguments of a run besides its recipe, its observer and what it reads.
 
     Attributes:
-        work: Directory for finished blocks, from `work_directory` of `sparsellm.outputs.work_directory`. Without it a killed
+        work: Directory for finished blocks, from `work_directory` of `sparsellm.outputs.journal`. Without it a killed
             run cannot be resumed, and the model must fit in memory.
         shared: Cache of results on dense models, shared with other runs.
         name: Name of the run for observers. Default: the name of its output, or of its model.

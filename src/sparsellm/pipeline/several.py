@@ -8,15 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from sparsellm.checkpoints.files import WORK
 from sparsellm.errors import CannotResume, OutputExists
 from sparsellm.observers.events import WRITING, NextRun, Observer, Stage
-from sparsellm.outputs.folder import WORK, is_finished
-from sparsellm.outputs.input_digests import SameInputs, check_kept
-from sparsellm.outputs.journal import JOURNAL
-from sparsellm.outputs.lock import locked, not_moved, recover_output, refuse_links, remove
+from sparsellm.outputs.fingerprint import SameInputs, check_kept
+from sparsellm.outputs.folder import is_finished, locked, not_moved, recover_output, refuse_links, remove
+from sparsellm.outputs.journal import JOURNAL, work_directory
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result, check_output
-from sparsellm.outputs.work_directory import work_directory
 from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.run import RunArguments

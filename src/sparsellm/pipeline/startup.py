@@ -15,11 +15,9 @@ from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import SKIPPING_ZEROS, max_density
 from sparsellm.observers.events import DIGESTING, Note, Observer, Stage, add_note
-from sparsellm.outputs.fingerprint import fingerprint
-from sparsellm.outputs.input_digests import run_inputs
-from sparsellm.outputs.journal import OF_RECIPE, Journal, entry_in_words
+from sparsellm.outputs.fingerprint import fingerprint, run_inputs
+from sparsellm.outputs.journal import OF_RECIPE, Journal, WorkDirectory, entry_in_words
 from sparsellm.outputs.report import Report
-from sparsellm.outputs.work_directory import WorkDirectory
 from sparsellm.pipeline.loading import Placement, choose_placement
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.runtime import autotuning, collectives, devices

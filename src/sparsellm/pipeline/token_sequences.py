@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import BadText, InvalidSetting
-from sparsellm.outputs.fingerprint import contents
-from sparsellm.outputs.input_digests import text_contents
+from sparsellm.outputs.fingerprint import contents, text_contents
 from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.recipes.recipe import RunRecipe

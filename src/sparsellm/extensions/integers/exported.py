@@ -16,8 +16,8 @@ from sparsellm.checkpoints.side_files import formats_of
 from sparsellm.checkpoints.tensor_index import locations_of
 from sparsellm.extensions.integers.formats import IntegerFormat, integer_name
 from sparsellm.extensions.integers.quantization import round_to_nearest
-from sparsellm.outputs.finished import Output, read_output
 from sparsellm.outputs.sections import Section
+from sparsellm.outputs.verification import Output, read_output
 
 MAX_EXPORTED_GROUP = 128
 """Largest group of columns that is written: vLLM's kernels read groups of 32, 64 or 128 columns, and whole rows."""

@@ -11,8 +11,8 @@ from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import InvalidSetting, VerificationFailed
 from sparsellm.extensions.packed.sizes import PACKING, Packed
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.outputs.finished import Output, read_finished
 from sparsellm.outputs.folder import CARD
+from sparsellm.outputs.verification import Output, read_finished
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.json_files import durable, strict_json
 

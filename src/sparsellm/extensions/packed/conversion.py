@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.files import REPORT
+from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.checkpoints.headers import file_metadata
 from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.errors import VerificationFailed, checkpoint_errors
 from sparsellm.extensions.packed.documents import Source
 from sparsellm.extensions.packed.packed_files import PACKED_METHOD, PACKED_VERSION, FileWriter
-from sparsellm.outputs.folder import WORK, free_disk
-from sparsellm.outputs.lock import locked, replacing
+from sparsellm.outputs.folder import free_disk, locked, replacing
 from sparsellm.outputs.saving import raise_system_errors, set_default_permissions
 from sparsellm.outputs.verification import proven
 from sparsellm.pipeline.planning import check_disk

@@ -21,9 +21,8 @@ from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting, checkpoint_errors
 from sparsellm.extensions.packed.packed_files import is_packed, packed_entries, parts_of
 from sparsellm.extensions.packed.sizes import MatrixSize
-from sparsellm.outputs.finished import read_finished
 from sparsellm.outputs.folder import ANEW
-from sparsellm.outputs.verification import raise_if_any, tensor_differences
+from sparsellm.outputs.verification import raise_if_any, read_finished, tensor_differences
 from sparsellm.texts.json_files import FORMAT
 
 

@@ -42,10 +42,9 @@ from sparsellm.extensions.packed.packed_files import (
     metadata_of,
 )
 from sparsellm.extensions.packed.sizes import Packed, Unpacked
-from sparsellm.outputs.finished import read_output
 from sparsellm.outputs.folder import CARD, is_finished
 from sparsellm.outputs.saving import check_output, claimed
-from sparsellm.outputs.verification import shape_difference
+from sparsellm.outputs.verification import read_output, shape_difference
 from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.paths import local_path

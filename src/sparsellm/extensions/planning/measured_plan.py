@@ -21,9 +21,9 @@ from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.stage_memory import fit_to_disk, recovery_memory
 from sparsellm.methods import BlockResult
 from sparsellm.observers.events import ANSWERING, WRITING, Advanced, Event, Measured, Note, Observer, Stage
-from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.outputs.fingerprint import check_inputs
+from sparsellm.outputs.journal import WorkDirectory
 from sparsellm.outputs.report import Report
-from sparsellm.outputs.work_directory import WorkDirectory
 from sparsellm.pipeline.loading import choose_placement, open_model
 from sparsellm.pipeline.planning import StageMemory, estimate, fit_to_memory
 from sparsellm.pipeline.preparation import (

@@ -28,11 +28,10 @@ from sparsellm.extensions.recover.training.trained_weights import Train, trained
 from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.outputs.finished import Output, read_finished
-from sparsellm.outputs.input_digests import WEIGHT_ENDINGS, changed_input, run_inputs
+from sparsellm.outputs.fingerprint import WEIGHT_ENDINGS, changed_input, run_inputs
 from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import PrunedReport
-from sparsellm.outputs.verification import verify
+from sparsellm.outputs.verification import Output, read_finished, verify
 from sparsellm.pipeline.loading import OpenedModel
 from sparsellm.recipes.file import validated
 from sparsellm.recipes.path_names import PathNames

@@ -24,8 +24,7 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head, outside_parameters
 from sparsellm.observers.events import Advance, add_note, run_stage
-from sparsellm.outputs.journal import Journal
-from sparsellm.outputs.work_directory import TRAINING_STATE
+from sparsellm.outputs.journal import TRAINING_STATE, Journal
 from sparsellm.pipeline.loading import OpenedModel, Placement
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.run import Run

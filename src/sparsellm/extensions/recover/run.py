@@ -27,11 +27,11 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.observers.events import OPENING, READING_TEXTS, Observer, add_note, run_stage
-from sparsellm.outputs.finished import changed_before
-from sparsellm.outputs.input_digests import check_inputs
+from sparsellm.outputs.fingerprint import check_inputs
 from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result
+from sparsellm.outputs.verification import changed_before
 from sparsellm.pipeline.dense_results import estimate_fisher
 from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, open_model
 from sparsellm.pipeline.preparation import Prepared

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from sparsellm import __version__
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable, first_line
-from sparsellm.outputs.finished import read_finished
-from sparsellm.outputs.verification import verify
+from sparsellm.outputs.verification import read_finished, verify
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

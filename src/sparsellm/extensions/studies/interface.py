@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
-from sparsellm.checkpoints.files import REPORT, checkpoint_name
+from sparsellm.checkpoints.files import REPORT, WORK, checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.extensions.packed.card import record_speed, recordable
@@ -28,7 +28,7 @@ from sparsellm.extensions.studies.sweep_tables import write_tables
 from sparsellm.extensions.studies.target import Target
 from sparsellm.observers.display import Display
 from sparsellm.observers.events import Observer, combine_observers
-from sparsellm.outputs.folder import WORK, check_place, check_results
+from sparsellm.outputs.folder import check_place, check_results
 from sparsellm.outputs.saving import Result
 from sparsellm.recipes.fields import MethodName
 from sparsellm.recipes.file import read_search

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparsellm.checkpoints.files import WORK
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
@@ -19,9 +20,7 @@ from sparsellm.extensions.studies.sweep_cells import Cell
 from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell
 from sparsellm.extensions.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
 from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage, add_note
-from sparsellm.outputs.fingerprint import environment, model_fingerprint
-from sparsellm.outputs.folder import WORK
-from sparsellm.outputs.input_digests import check_inputs, run_inputs
+from sparsellm.outputs.fingerprint import check_inputs, environment, model_fingerprint, run_inputs
 from sparsellm.outputs.journal import JOURNAL
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result, claimed

@@ -23,9 +23,8 @@ from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.extensions.studies.sweep_cells import Cell, Sweep
 from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.observers.wording import worded
-from sparsellm.outputs.folder import SWEEP, is_sweep
-from sparsellm.outputs.input_digests import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input
-from sparsellm.outputs.lock import refuse_links
+from sparsellm.outputs.fingerprint import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input
+from sparsellm.outputs.folder import SWEEP, is_sweep, refuse_links
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result, check_output
 from sparsellm.pipeline.several import RunSet
