@@ -28,10 +28,13 @@ class Extension:
     """Names of what a package brings.
 
     Values are import strings, "module:name", so that finding an extension imports no more than the module that holds this
-    object. That module imports `sparsellm.extension` and no more of sparsellm, which itself asks for extensions as it is
-    imported. The modules of commands, options and fields are imported for every command line and should import little.
+    object. That module imports nothing of `sparsellm.recipes`, which itself asks for extensions as it is imported. The modules
+    of commands, options and fields are imported for every command line and should import little.
 
     Attributes:
+        methods: By its name, a class of a solver or method: a frozen dataclass with the members of
+            `sparsellm.solvers.LayerSolver` or `sparsellm.methods.BlockMethod`. Its fields, each with a default, are its
+            settings.
         commands: By its name on the command line, a function that `typer` makes a command of.
         options: By the name of a command that runs recipes, classes of further options: subclasses of
             `sparsellm.cli.run_options.RunOptions`.
@@ -53,6 +56,7 @@ class Extension:
             which gives lines, each a name and a text, by the title of their part.
     """
 
+    methods: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -130,9 +134,22 @@ def installed() -> tuple[Installed, ...]:
         _LISTING.clear()
 
 
-def names_of(door: str) -> list[str]:
-    """The names of all that extensions bring by a door, in the order of the extensions."""
-    return list(dict.fromkeys(name for extension in installed() for name in getattr(extension.extension, door)))
+def names_of(door: str, taken: Collection[str] = ()) -> list[str]:
+    """The names of all that extensions bring by a door, in the order of the extensions.
+
+    A name that is `taken` by sparsellm itself is left out with a line in `PROBLEMS`.
+    """
+    names = list(dict.fromkeys(name for extension in installed() for name in getattr(extension.extension, door)))
+    for name in (name for name in names if name in taken):
+        line = f"{name!r} ({door}) of the package {packages_of(door, name)} is not used: sparsellm has one"
+        PROBLEMS.extend([line] if line not in PROBLEMS else [])
+    return [name for name in names if name not in taken]
+
+
+def packages_of(door: str, name: str) -> str:
+    """The packages that bring a name by a door, with their versions; usually one."""
+    found = [x for x in installed() if name in getattr(x.extension, door)]
+    return " and ".join(f"{x.package} {x.version}" for x in found)
 
 
 def find(door: str, name: str, base: type = object) -> Any:
@@ -146,8 +163,7 @@ def find(door: str, name: str, base: type = object) -> Any:
     """
     found = [x for x in installed() if name in getattr(x.extension, door)]
     if len(found) > 1:
-        packages = " and ".join(extension.package for extension in found)
-        raise InvalidSetting(f"The packages {packages} both bring {name!r} ({door}). Uninstall one of them.")
+        raise InvalidSetting(f"The packages {packages_of(door, name)} both bring {name!r} ({door}). Uninstall one of them.")
     return found[0].load(getattr(found[0].extension, door)[name], base) if found else None
 
 
@@ -157,15 +173,11 @@ def named(door: str, taken: Collection[str] = ()) -> dict[str, Any]:
     What cannot be imported, or has a name that is `taken` by sparsellm itself, is left out with a line in `PROBLEMS`.
     """
     found: dict[str, Any] = {}
-    for name in names_of(door):
-        owners = [extension.package for extension in installed() if name in getattr(extension.extension, door)]
-        if name in taken:
-            PROBLEMS.append(f"{name!r} ({door}) of the package {' and '.join(owners)} is not used: sparsellm has one")
-            continue
+    for name in names_of(door, taken):
         try:
             found[name] = find(door, name)
         except InvalidSetting as error:
-            if len(owners) > 1:
+            if sum(name in getattr(extension.extension, door) for extension in installed()) > 1:
                 found[name] = error
             else:
                 PROBLEMS.append(str(error).removesuffix("."))

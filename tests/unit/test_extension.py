@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_a_package_brings_a_command_and_an_option(tmp_path: Path, program: Progr
         (("import typer", "import nowhere"), "the package broken cannot be loaded: No module named 'nowhere'"),
         (("EXTENSION =", "EXTENSION = 3 or"), "cannot be loaded: broken:EXTENSION is no sparsellm.Extension"),
         (("broken:hello", "broken:goodbye"), "broken:goodbye of the package broken cannot be imported (AttributeError: "),
-        (('"hello":', '"inspect":'), "'inspect' (commands) of the package broken is not used"),
+        (('"hello":', '"inspect":'), "'inspect' (commands) of the package broken 1.5 is not used"),
         (("broken:Count", "broken:typer"), "the options broken:typer of the package broken are left out"),
         (("count", "resume"), "the options broken:Count of the package broken are left out: 'resume' is an option already"),
     ],
@@ -110,7 +111,7 @@ def test_two_packages_that_bring_one_name(tmp_path: Path, program: Program) -> N
         install(tmp_path, name, PRUNER.replace("my_pruner", name.replace("-", "_")))
     done = program("hello", "you")
     assert done.returncode == 1
-    assert "first-one and second-one both bring 'hello'" in done.stderr
+    assert "first-one 1.5 and second-one 1.5 both bring 'hello'" in done.stderr
     assert program("verify", "--help").returncode == 0
 
 
@@ -146,7 +147,7 @@ def test_facts_beside_those_of_the_machine(tmp_path: Path, program: Program) -> 
     (tmp_path / "my_facts.py").write_text(source, encoding="utf-8")
     for done in (program("info", "--json"), program("info")):
         assert done.returncode == 0, done.stderr
-        assert "'memory' (facts) of the package my-pruner is not used" in done.stderr
+        assert "'memory' (facts) of the package my-pruner 1.5 is not used" in done.stderr
         assert "nowhere of the package my-pruner cannot be imported" in done.stderr
     assert re.search(r"^count +3$", done.stdout, re.MULTILINE)
     found = json.loads(program("info", "--json").stdout)
@@ -353,6 +354,125 @@ def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None
     assert program("prune", "demo:opt", tmp_path / "first", *of_pattern).returncode == 0
     assert program("inspect", tmp_path / "first", "--expect", "first 3").returncode == 0
     assert program("inspect", tmp_path / "first", "--expect", "first 4").returncode == 1
+
+
+METHODS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+from sparsellm.extension import Extension
+from sparsellm.methods.layerwise import LayerWise
+from sparsellm.solvers import LayerSolver
+from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.statistics import InputRMS, TokenCount
+
+@dataclass(frozen=True)
+class RIA:
+    \"\"\"Relative importance and activations (Zhang et al., ICLR 2024).
+
+    Attributes:
+        power: Exponent of the inputs' norms.
+    \"\"\"
+
+    power: float = 0.5
+    needs: ClassVar[type[TokenCount]] = InputRMS
+
+    def __post_init__(self):
+        if self.power < 0:
+            raise ValueError("power is negative")
+
+    def solve(self, problem, pattern):
+        size = problem.weight.abs()
+        score = (size / size.sum(0) + size / size.sum(1, keepdim=True)) * problem.rms**self.power
+        return problem.weight * problem.keep(pattern, score)
+
+@dataclass(frozen=True)
+class Twice(LayerWise):
+    \"\"\"A method of blocks.\"\"\"
+
+    solver: LayerSolver = SparseGPT()
+
+class NoMethod:
+    needs = InputRMS
+
+NAMES = {"ria": "RIA", "twice": "Twice", "none": "NoMethod", "wanda": "RIA"}
+EXTENSION = Extension(methods={name: f"my_pruner:{kind}" for name, kind in NAMES.items()})
+"""
+
+
+@pytest.fixture
+def methods(tmp_path: Path) -> None:
+    """A package that brings methods, in `tmp_path`."""
+    install(tmp_path, "my-pruner", METHODS)
+
+
+@pytest.mark.usefixtures("methods")
+def test_a_method_of_a_package_has_a_name(tmp_path: Path, program: Program) -> None:
+    """On the command line, in recipes, sweeps and reports, with settings; without its package only outputs are read."""
+    words = ("--calibration", "demo", "--samples", 2, "--sequence-length", 64, "--quiet")
+    by_name = program("prune", "demo:opt", tmp_path / "out", "--method", "ria", "--set", "power=1", *words)
+    assert by_name.returncode == 0, by_name.stderr
+    assert "ria(power=1" in by_name.stdout
+    program("prune", "demo:opt", tmp_path / "other", "--method", "twice", "--set", "solver=ria", *words)
+    program("prune", "demo:opt", tmp_path / "wanda", "--method", "wanda", *words)
+    weights = [open_checkpoint(str(tmp_path / name)).load().state_dict() for name in ("out", "other", "wanda")]
+    name = "model.decoder.layers.0.fc1.weight"
+    assert len({torch.count_nonzero(x[name] * weights[0][name]).item() for x in weights}) == 3  # three masks
+    fields = "model: demo:opt\ncalibration: demo\nsamples: 2\nsequence_length: 64\n"
+    (tmp_path / "recipe.yaml").write_text(f"{fields}method: {{name: ria, power: 1}}\n", encoding="utf-8")
+    same = program("prune", "--config", tmp_path / "recipe.yaml", tmp_path / "same", "--quiet")
+    assert same.returncode == 0, same.stderr
+    assert torch.equal(open_checkpoint(str(tmp_path / "same")).load().state_dict()[name], weights[0][name])
+    sweep = f"{fields}evaluate: demo\nevaluate_limit: 1\naxes: {{method: [wanda, {{name: ria, power: 0}}]}}\n"
+    (tmp_path / "sweep.yaml").write_text(sweep, encoding="utf-8")
+    swept = program("sweep", tmp_path / "sweep.yaml", tmp_path / "swept", "--quiet")
+    assert "ria(power=0)" in swept.stdout, swept.stderr
+    shown = program("info", "ria").stdout
+    assert "Relative importance and activations" in shown
+    assert re.search(r"^power +0\.5 +Exponent of the inputs' norms", shown, re.MULTILINE)
+    (tmp_path / "my_pruner-1.5.dist-info").rename(tmp_path / "away")
+    assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
+    again = program("plan", "--config", tmp_path / "out")
+    assert "needs the package my-pruner 1.5, which brings 'ria'" in again.stderr
+    assert load_report(tmp_path / "out").recipe.to_dict()["settings"] == {"power": 1}
+
+
+def test_the_package_of_the_page_on_methods(tmp_path: Path, program: Program) -> None:
+    """Its two files, as they stand there, and the commands that it shows."""
+    page = (Path(__file__).parents[2] / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
+    module, metadata, commands = (re.search(rf"```{x}\n(.*?)```", page, re.DOTALL) for x in ("python", "toml", "console"))
+    assert module
+    assert metadata
+    assert commands
+    install(tmp_path, "my-pruner", module[1])
+    points = tomllib.loads(metadata[1])["project"]["entry-points"]["sparsellm.extensions"]
+    written = (tmp_path / "my_pruner-1.5.dist-info" / "entry_points.txt").read_text(encoding="utf-8")
+    assert written == f"[sparsellm.extensions]\nmy-pruner = {points['my-pruner']}\n"
+    for line in commands[1].splitlines():
+        words = [str(tmp_path / x) if x in ("out", "default") else x for x in line.split()[1:]]
+        small = ("--samples", 2, "--sequence-length", 64, "--quiet") if words[0] == "prune" else ()
+        done = program(*words, *small)
+        assert done.returncode == 0, done.stderr
+    assert load_report(tmp_path / "default").recipe.to_dict()["settings"] == {"solver": "ria"}
+
+
+@pytest.mark.usefixtures("methods")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--method", "rai"), "--method is unknown: got 'rai'. Did you mean 'ria'"),
+        (("--method", "ria", "--set", "pwer=1"), "The method ria has no setting 'pwer'. Did you mean 'power'"),
+        (("--method", "ria", "--set", "power=much"), "power of the method ria: "),
+        (("--method", "ria", "--set", "power=-1"), "The method ria refuses its settings {'power': -1.0}: power is negative"),
+        (("--method", "none"), "The method none of the package my-pruner 1.5 cannot be used (TypeError: "),
+        (("--set", "solver=twice"), "The solver is unknown: got 'twice'."),
+    ],
+)
+def test_a_method_that_cannot_be_used_is_refused(words: tuple[str, ...], message: str, program: Program) -> None:
+    done = program("plan", "demo:opt", "--calibration", "demo", *words)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "'wanda' (methods) of the package my-pruner 1.5 is not used: sparsellm has one" in done.stderr
 
 
 def test_a_run_loads_of_extensions_what_declares_commands(tmp_path: Path) -> None:

@@ -14,19 +14,19 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 514,
+    ".": 526,
     "activations": 1_317,
     "allocation": 254,
     "checkpoints": 3_290,
-    "cli": 1_389,
+    "cli": 1_387,
     "evaluation": 1_062,
     "extensions": 15_451,
     "methods": 2_387,
     "models": 2_172,
     "observers": 715,
-    "outputs": 2_681,
+    "outputs": 2_682,
     "pipeline": 2_853,
-    "recipes": 1_633,
+    "recipes": 1_738,
     "runtime": 1_463,
     "solvers": 2_192,
     "texts": 2_425,

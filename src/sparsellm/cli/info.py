@@ -15,7 +15,7 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import print_json, print_line, print_note, report_errors, stderr, stdout, text_table
-from sparsellm.errors import InvalidSetting, nearest, plural
+from sparsellm.errors import InvalidSetting, plural
 from sparsellm.extension import PROBLEMS, installed, named
 
 EXTRAS = {
@@ -60,16 +60,14 @@ def info(context: typer.Context, method: Method = None, as_json: options.JsonOpt
 
 def _print_method(name: str, *, as_json: bool) -> None:
     """Print a method with its settings: their defaults, and what its docstring says of them."""
-    from sparsellm.recipes.fields import METHODS
-    from sparsellm.recipes.registry import described_settings
+    from sparsellm.recipes.registry import check_method, described_settings, description_of
 
-    if name not in METHODS:
-        raise InvalidSetting(f"`method` is unknown: got {name!r}. {nearest(name, METHODS)}")
-    found = described_settings(name)
+    check_method(name)
+    found, description = described_settings(name), description_of(name)
     if as_json:
-        print_json({"method": name, "description": METHODS[name], "settings": {x.name: asdict(x) for x in found}})
+        print_json({"method": name, "description": description, "settings": {x.name: asdict(x) for x in found}})
         return
-    print_line(stdout, f"{name}: {METHODS[name]}.")
+    print_line(stdout, f"{name}: {description}.")
     print_line(stdout, "")
     rows = [[x.name, x.default, x.description] for x in found]
     stdout.print(text_table(["setting", "default", ""], rows, words=True))
@@ -83,7 +81,7 @@ def _examine() -> dict[str, Any]:
     from sparsellm.checkpoints.machine_cache import use_cache
     from sparsellm.models.sparse_matmul import max_density
     from sparsellm.pipeline.startup import LEAST_GAIN, bf16_pass_speedup
-    from sparsellm.recipes.fields import METHODS
+    from sparsellm.recipes.registry import description_of, method_names
     from sparsellm.runtime import autotuning, devices
     from sparsellm.runtime.products import bf16_solver_speedup, onednn_speedup, uses_onednn
 
@@ -114,7 +112,7 @@ def _examine() -> dict[str, Any]:
             {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
             for device in accelerators
         ],
-        "methods": METHODS,
+        "methods": {name: description_of(name) for name in method_names()},
         "extensions": {
             x.name: {"package": x.package, "version": x.version, "brings": x.brings, "error": x.error} for x in installed()
         },

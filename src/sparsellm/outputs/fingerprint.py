@@ -97,6 +97,7 @@ def fingerprint(
     if isinstance(source, Checkpoint):
         decisive |= model_fingerprint(source)
     decisive["calibration tokens"] = token_digest(windows)
+    decisive |= {f"the package of {name}": package for name, package in recipe.packages.items()}
     return decisive | {f"environment.{name}": value for name, value in environment.items() if name != "threads"}
 
 

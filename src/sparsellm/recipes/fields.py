@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from sparsellm.errors import InvalidSetting, first_line
-from sparsellm.extension import PROBLEMS, installed
+from sparsellm.extension import PROBLEMS, installed, names_of
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.texts.yaml_files import read_value
 
@@ -47,7 +47,10 @@ METHODS = {
     "wanda": "keeps the largest |weight| times input norm in each row, values unchanged (ICLR 2024)",
     "magnitude": "keeps the largest weights, without calibration text",
 }
-"""Description of each method by name, as `sparsellm info` prints it."""
+"""The methods of sparsellm, each with a description."""
+
+BROUGHT_METHODS = names_of("methods", METHODS)
+"""The methods that packages bring."""
 
 ALLOCATIONS = ("uniform", "owl", "fisher")
 """Rules that set each layer's sparsity; a YAML file may be used instead."""
@@ -288,7 +291,7 @@ class FurtherFields(BaseModel):
 class PruneFields(RunFields, FurtherFields):
     """The fields of `sparsellm.recipes.recipe.Recipe`, which checks that they agree, without those of extensions."""
 
-    method: MethodName = option("sparsellm", "Pruning method; sparsellm info lists them.")
+    method: MethodName | str = option("sparsellm", "Pruning method; sparsellm info lists them.")
     sparsity: str | None = option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
     settings: dict[str, Any] = method_option({}, "Setting of the method; sparsellm info METHOD lists them.", spelled="set")
     effort: Literal["fast", "standard", "best"] = option(
@@ -380,9 +383,3 @@ def _parse_setting(text: Any) -> tuple[str, Any]:
     if not equals:
         raise InvalidSetting(f"`settings` must be NAME=VALUE, got {str(text)!r}.")
     return name, read_value(value)
-
-
-def is_object(fields: Mapping[str, Any]) -> bool:
-    """Whether the method in a recipe's fields is the name of an object's class."""
-    method = fields.get("method")
-    return isinstance(method, str) and method not in METHODS

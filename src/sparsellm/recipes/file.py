@@ -11,9 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import BadCheckpoint, InvalidSetting, nearest, printable
-from sparsellm.recipes.fields import ALLOCATIONS, is_object
+from sparsellm.recipes.fields import ALLOCATIONS
 from sparsellm.recipes.path_names import is_file, local_files
 from sparsellm.recipes.recipe import Recipe, RunRecipe
+from sparsellm.recipes.registry import is_object, method_names
 from sparsellm.texts.json_files import Unreadable, check_value, is_path, read_record
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping
@@ -141,8 +142,10 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
         )
     packages = content.pop("packages", {}) if saved else {}
     for key in content:
-        if isinstance(packages, dict) and key in packages and key not in Recipe.model_fields:
-            raise InvalidSetting(f"{path} needs the package {packages[key]}, which brings {key!r} and is not installed.")
+        is_missing = content[key] not in method_names() if key == "method" else key not in Recipe.model_fields
+        if isinstance(packages, dict) and key in packages and is_missing:
+            brought = content[key] if key == "method" else key
+            raise InvalidSetting(f"{path} needs the package {packages[key]}, which brings {brought!r} and is not installed.")
         if str(key) not in Recipe.model_fields:
             similar = nearest(str(key), Recipe.model_fields)
             raise InvalidSetting(f"The recipe {path} has an unknown field {str(key)!r}. {similar}")

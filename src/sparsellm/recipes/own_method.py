@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
-from sparsellm.recipes.fields import METHODS, is_object
 from sparsellm.recipes.recipe import Recipe
+from sparsellm.recipes.registry import is_object, method_names
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.statistics import TokenCount
 
@@ -26,14 +26,16 @@ class ObjectRecipe(Recipe):
         given: The solver or method; None for a recipe that is read from a report.
     """
 
-    method: str  # type: ignore[assignment]
+    method: str
     given: Any = Field(None, exclude=True, repr=False)
 
-    @model_validator(mode="after")
-    def _check_no_settings(self) -> ObjectRecipe:
+    @classmethod
+    def _is_method(cls, value: str, info: ValidationInfo) -> str:
+        return value
+
+    def _check_method_settings(self) -> None:
         if self.settings:
             raise InvalidSetting(f"`settings` go with the name of a method, got an object of {self.method}. Leave them out.")
-        return self
 
     @model_validator(mode="after")
     def _check_given(self) -> ObjectRecipe:
@@ -49,8 +51,8 @@ class ObjectRecipe(Recipe):
         return self
 
     @property
-    def reads_text(self) -> bool:
-        return getattr(self.given, "needs", None) is not TokenCount or self.allocates
+    def _reads_inputs(self) -> bool:
+        return getattr(self.given, "needs", None) is not TokenCount
 
 
 def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:
@@ -64,8 +66,8 @@ def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:
     name = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
     if isinstance(method, type) or not isinstance(method, (BlockMethod, LayerSolver)):
         raise InvalidSetting(
-            f"`method` must be one of {', '.join(METHODS)}, a solver (an object with needs and solve(problem, pattern)), or a "
-            f"method. Got {name}."
+            f"`method` must be one of {', '.join(method_names())}, a solver (an object with needs and solve(problem, "
+            f"pattern)), or a method. Got {name}."
         )
     return ObjectRecipe, {"method": name, "given": method}
 

@@ -14,12 +14,11 @@ from sparsellm.extension import names_of
 from sparsellm.recipes.fields import (
     ALLOCATIONS,
     BROUGHT_BY,
-    METHODS,
     RecipeFields,
     RunFields,
     parse_size,
 )
-from sparsellm.recipes.registry import build
+from sparsellm.recipes.registry import build, check_method, package_of, reads_inputs
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -120,10 +119,15 @@ class RunRecipe(RunFields):
     def describe_run(self, totals: Totals, trainings: Mapping[str, TrainingResult]) -> str:
         """Summarize the finished run in one line, given its totals and its trainings by name."""
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """The packages, with their versions, that bring fields of the recipe, by field; that of a method as `method`."""
+        return {name: package for name, package in BROUGHT_BY.items() if name in type(self).model_fields}
+
     def to_dict(self) -> dict[str, Any]:
         """Convert the recipe to plain data for JSON: its command, its fields, and the packages that bring some of them."""
-        packages = {name: package for name, package in BROUGHT_BY.items() if name in type(self).model_fields}
-        return {"command": self.command, **self.model_dump(mode="json"), **({"packages": packages} if packages else {})}
+        packages = {"packages": self.packages} if self.packages else {}
+        return {"command": self.command, **self.model_dump(mode="json"), **packages}
 
     def to_yaml(self) -> str:
         """Convert the recipe to YAML: its method, and every field that differs from its default."""
@@ -148,12 +152,19 @@ class Recipe(RunRecipe, RecipeFields):
     def _is_pattern(cls, value: str | None) -> str | None:
         return value if value is None else str(parse_pattern(value))
 
+    @field_validator("method")
+    @classmethod
+    def _is_method(cls, value: str, info: ValidationInfo) -> str:
+        if info.context is not SAVED:
+            check_method(value)
+        return value
+
     @model_validator(mode="after")
     def _check_settings(self, info: ValidationInfo) -> Recipe:
         if self.effort != type(self).model_fields["effort"].default and self.method != "sparsellm":
             raise InvalidSetting(f"`effort` is for sparsellm, got the method {self.method}. Leave it out.")
-        if self.settings and self.method in METHODS and info.context is not SAVED:
-            build(self.method, self.resolved_settings)
+        if info.context is not SAVED:
+            self._check_method_settings()
         return self
 
     @model_validator(mode="after")
@@ -164,10 +175,15 @@ class Recipe(RunRecipe, RecipeFields):
                 "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
             )
         if self.reads_text and self.calibration is None:
-            subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
+            subject = f"The method {self.method}" if self._reads_inputs else f"`allocation` {self.allocation_rule}"
             subject = subject if self.sparsity is not None else f"A run with `{self.allocation_rule}`"
             raise InvalidSetting(f"{subject} {NEEDS_TEXT}")
         return self
+
+    def _check_method_settings(self) -> None:
+        """Raise InvalidSetting unless the method can be built with its settings."""
+        if self.settings or package_of(self.method):
+            build(self.method, self.resolved_settings, keep_zeros=self.keep_zeros)
 
     def _first_changed(self, *names: str) -> str:
         """Name the first of these fields that differs from its default; empty if all have theirs."""
@@ -216,8 +232,18 @@ class Recipe(RunRecipe, RecipeFields):
         return f"{self.method}{effort}" + (f"({given})" if given else "")
 
     @property
+    def packages(self) -> dict[str, str]:
+        package = package_of(self.method)
+        return super().packages | ({"method": package} if package else {})
+
+    @property
+    def _reads_inputs(self) -> bool:
+        """Whether the method reads the inputs of layers."""
+        return reads_inputs(self.method)
+
+    @property
     def reads_text(self) -> bool:
-        return self.method != "magnitude" or self.allocates
+        return self._reads_inputs or self.allocates
 
     @property
     def steps_after(self) -> tuple[str, ...]:

@@ -1,19 +1,23 @@
-"""Methods and solvers by name, and their settings: the fields of their classes. Each is imported when it is used."""
+"""Methods and solvers by name, those of packages among them, and their settings: the fields of their classes.
+
+Each is imported when it is used.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.recipes.fields import select_blocks, split_name
+from sparsellm.errors import InvalidSetting, first_line, nearest
+from sparsellm.extension import find, packages_of
+from sparsellm.recipes.fields import BROUGHT_METHODS, METHODS, select_blocks, split_name
 
 if TYPE_CHECKING:
     from sparsellm.methods import AfterSolve, BlockMethod
@@ -45,11 +49,53 @@ SEQUENTIAL = "true_sequential"
 """Setting of layer-wise methods that read inputs: each layer is pruned on the outputs of the pruned layers before it."""
 
 
+def method_names() -> list[str]:
+    """The names of all methods: those of sparsellm, then those that packages bring."""
+    return [*METHODS, *BROUGHT_METHODS]
+
+
+def check_method(name: str) -> None:
+    """Raise InvalidSetting unless there is a method of this name."""
+    if name not in (names := method_names()):
+        raise InvalidSetting(f"`method` is unknown: got {name!r}. {nearest(name, names)}")
+
+
+def is_object(fields: Mapping[str, Any]) -> bool:
+    """Whether the method in the recipe of a report names the class of an object, and no method that can be named."""
+    method, packages = fields.get("method"), fields.get("packages")
+    has_name = method in method_names() or (isinstance(packages, dict) and "method" in packages)
+    return isinstance(method, str) and not has_name
+
+
+def package_of(name: str) -> str:
+    """The package that brings a method, with its version; empty for a method of sparsellm, and for an unknown one."""
+    return "" if name in METHODS else packages_of("methods", name)
+
+
+def description_of(name: str) -> str:
+    """A method in a few words; of one that a package brings, the first line of its docstring, or why it cannot be used."""
+    if name in METHODS:
+        return METHODS[name]
+    try:
+        return (inspect.getdoc(type(_default(name))) or name).partition("\n")[0].removesuffix(".")
+    except InvalidSetting as error:
+        return str(error).removesuffix(".")
+
+
+def reads_inputs(name: str) -> bool:
+    """Whether a method reads the inputs of layers, so that it needs a calibration text; True for an unknown one."""
+    if name in METHODS:
+        return name != "magnitude"  # without an import of torch
+    from sparsellm.solvers.statistics import TokenCount
+
+    return name not in BROUGHT_METHODS or _default(name).needs is not TokenCount
+
+
 def settings_of(name: str) -> dict[str, Any]:
     """The settings of a method, with their defaults."""
     default = _default(name)
     found = {x.name: getattr(default, x.name) for x in fields(default) if x.init and x.name not in SET_BY_RECIPE}
-    return found | ({SEQUENTIAL: False} if _may_be_sequential(name) else {})
+    return found | ({SEQUENTIAL: False} if _may_be_sequential(default) else {})
 
 
 @dataclass(frozen=True)
@@ -78,7 +124,7 @@ def _spelled(value: Any) -> str:
 def solver_named(value: Any) -> LayerSolver:
     """The solver of a name, or of a mapping with its name and settings. Raises InvalidSetting for any other."""
     name, settings = split_name(value, "solver")
-    if name not in SOLVERS:
+    if name not in SOLVERS and (name not in BROUGHT_METHODS or _is_method(_default(name))):
         raise InvalidSetting(f"The solver is unknown: got {name!r}. {nearest(str(name), SOLVERS)}")
     solver: LayerSolver = _with_settings(name, settings)
     return solver
@@ -106,17 +152,22 @@ def build(
         InvalidSetting: A setting is unknown or has a wrong value.
     """
     method: BlockMethod
-    if name in METHODS_OF_BLOCKS:
+    by_recipe: dict[str, Any] = {"keep_zeros": keep_zeros, "after_solve": after_solve}
+    if _is_method(default := _default(name)):
         made = _with_settings(name, settings, depth)
-        solver = _in_float32(made.solver) if in_float32 else made.solver
-        method = replace(made, solver=solver, keep_zeros=keep_zeros, after_solve=after_solve)
+        if in_float32 and hasattr(made, "solver"):
+            made = replace(made, solver=_in_float32(made.solver))
+        known = {x.name for x in fields(made)}
+        if wrong := next((key for key, x in by_recipe.items() if x and key not in known), None):
+            raise InvalidSetting(f"`{wrong}` goes with a solver, and the method {name} has no such field. Leave it out.")
+        method = replace(made, **{key: x for key, x in by_recipe.items() if key in known})
         return method
-    own = {key: x for key, x in settings.items() if key != SEQUENTIAL or not _may_be_sequential(name)}
+    own = {key: x for key, x in settings.items() if key != SEQUENTIAL or not _may_be_sequential(default)}
     is_sequential = settings.get(SEQUENTIAL, False) if len(own) < len(settings) else False
     if not isinstance(is_sequential, bool):
         raise InvalidSetting(f"{SEQUENTIAL} of the method {name} must be true or false, got {is_sequential!r}.")
     solver = _with_settings(name, own)
-    method = _imported(LAYERWISE[is_sequential])(_in_float32(solver) if in_float32 else solver, keep_zeros, after_solve)
+    method = _imported(LAYERWISE[is_sequential])(_in_float32(solver) if in_float32 else solver, **by_recipe)
     return method
 
 
@@ -136,12 +187,17 @@ def _with_settings(name: str, settings: Mapping[str, Any], depth: int | None = N
             values[key] = _value(hints[key], value, depth)
         except ValidationError as error:
             raise InvalidSetting(f"{key} of the method {name}: {error.errors()[0]['msg'].lower()}, got {value!r}.") from None
-    return replace(default, **values)
+    try:
+        return replace(default, **values)
+    except (TypeError, ValueError) as error:  # of a class of others
+        raise InvalidSetting(f"The method {name} refuses its settings {values}: {first_line(error)}.") from error
 
 
 def _value(hint: Any, value: Any, depth: int | None) -> Any:
     """The value of a setting, of the type of its field. Raises pydantic's ValidationError for a value of another type."""
-    if isinstance(hint, type) and hint.__name__ == "LayerSolver":
+    from sparsellm.solvers import LayerSolver  # imports torch
+
+    if hint is LayerSolver:
         return solver_named(value)
     if hint == frozenset[int] | None:
         return select_blocks(str(value), depth) if depth else None
@@ -149,13 +205,34 @@ def _value(hint: Any, value: Any, depth: int | None) -> Any:
 
 
 def _default(name: str) -> Any:
-    """The solver or method of a name, with its default settings."""
-    return _imported((METHODS_OF_BLOCKS | SOLVERS)[name])()
+    """The solver or method of a name, with its default settings. Raises InvalidSetting for a class that is neither."""
+    if (place := (METHODS_OF_BLOCKS | SOLVERS).get(name)) is not None:
+        return _imported(place)()
+    check_method(name)
+    kind = find("methods", name)
+    from sparsellm.methods import BlockMethod
+    from sparsellm.solvers import LayerSolver
+
+    try:
+        made = kind()
+        if not (is_dataclass(kind) and isinstance(made, (LayerSolver, BlockMethod))):
+            raise TypeError("it is no frozen dataclass with `needs` and `solve`, or with the members of a BlockMethod")
+        return made
+    except Exception as error:  # code of others
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InvalidSetting(f"The method {name} of the package {package_of(name)} cannot be used ({reason}).") from error
 
 
-def _may_be_sequential(name: str) -> bool:
-    """Whether a method is layer-wise and reads inputs."""
-    return name in SOLVERS and name != "magnitude"
+def _is_method(made: Any) -> bool:
+    """Whether an object is a method of blocks, and no solver."""
+    return hasattr(made, "prune")
+
+
+def _may_be_sequential(made: Any) -> bool:
+    """Whether an object is a solver that reads inputs."""
+    from sparsellm.solvers.statistics import TokenCount
+
+    return not _is_method(made) and made.needs is not TokenCount
 
 
 def _in_float32(solver: Any) -> Any:
