@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import sparsellm
+
 if TYPE_CHECKING:  # torch, transformers and typer take seconds to import: only the fixtures that need them do
     from multiprocessing.context import ForkServerContext
 
@@ -26,11 +28,21 @@ if TYPE_CHECKING:  # torch, transformers and typer take seconds to import: only 
 # Before torch is imported. The tests' models are too small for more threads, and the last bits of a sum depend on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+pytest_plugins = ("tests.outputs",)
+
 TEXT = "the sum of the weights that stay is what a layer can still say when the rest of them are gone"
 WORDS = TEXT.split(" ")
 
 
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
+"""Models, texts and reports that are no part of the project; tests that read them skip where they are absent."""
+
 CACHE = "XDG_CACHE_HOME"
+
+HAS_EXTENSIONS = (Path(sparsellm.__file__).parent / "extensions").exists()
+extensions = pytest.mark.skipif(not HAS_EXTENSIONS, reason="needs an extension, and only the core is installed")
+"""Tests of the core that use a command, an option or a function of an extension."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     from sparsellm.checkpoints.machine_cache import use_cache
-    from sparsellm.extensions.packed.formats import kernels
     from sparsellm.models.sparse_matmul import max_density
     from sparsellm.pipeline.startup import bf16_pass_speedup
     from sparsellm.runtime import autotuning
@@ -50,8 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     use_cache()
     onednn_speedup(), bf16_solver_speedup(), max_density(), max_density(torch.bfloat16), bf16_pass_speedup(torch.device("cpu"))
-    [kernels.is_faster(count, dtype) for count in kernels.PACKED_TOKENS for dtype in (torch.bfloat16, torch.float32)]
-    [kernels.is_faster_dense(count) for count in kernels.DENSE_TOKENS]
+    if HAS_EXTENSIONS:
+        from sparsellm.extensions.packed.formats import kernels
+
+        [kernels.is_faster(count, dtype) for count in kernels.PACKED_TOKENS for dtype in (torch.bfloat16, torch.float32)]
+        [kernels.is_faster_dense(count) for count in kernels.DENSE_TOKENS]
     autotuning.keep()
 
 

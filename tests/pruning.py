@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 from sparsellm.activations import walk as activations_walk
 from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.walk import Activations
-from sparsellm.extensions.recover.block_recovery import BlockRecovery
-from sparsellm.extensions.recover.run import recover_blocks
 from sparsellm.methods import BlockMethod, Plan, Step
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pipeline import sequential
+
+if TYPE_CHECKING:
+    from sparsellm.extensions.recover.block_recovery import BlockRecovery
 
 
 def loaded(model: PreTrainedModel, compute: torch.dtype | None = None, **settings: Any) -> LoadedModel:
@@ -47,5 +48,9 @@ def prune_blocks(
     one = loaded(model, compute, **fields)
     if method.needs_fisher and plan and "fisher" not in settings:
         settings["fisher"] = output_fisher(one, batches)
-    change = recover_blocks if isinstance(method, BlockRecovery) else sequential.prune_blocks
-    yield from change(one, batches, method, plan, **settings)  # type: ignore[operator]
+    change: Any = sequential.prune_blocks
+    if not isinstance(method, BlockMethod):
+        from sparsellm.extensions.recover.run import recover_blocks
+
+        change = recover_blocks
+    yield from change(one, batches, method, plan, **settings)

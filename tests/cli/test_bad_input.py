@@ -19,6 +19,7 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.recipes.fields import METHODS
+from tests.conftest import extensions
 from tests.fuzzing import limited
 
 Command = Callable[..., Result]
@@ -41,6 +42,7 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
     return message
 
 
+@extensions
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -116,6 +118,7 @@ def test_samples_beyond_memory(
     refused(command("prune", tiny["llama"], tmp_path / "out", *words), "2,560,000 bytes of memory", "fewer --samples")
 
 
+@extensions
 def test_rounded_models_are_not_rounded_again(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """With other integers or the same; also before weights are read. `plan` says so too."""
     words = ("--method", "magnitude", "--sparsity", "50%")
@@ -134,6 +137,7 @@ def test_a_method_with_inputs_needs_a_text(tiny: dict[str, Path], tmp_path: Path
     refused(command("prune", tiny["llama"], tmp_path / "out", *words), "--allocation fisher needs a calibration text")
 
 
+@extensions
 def test_trackers(tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown one, and one that is not installed, are refused before any work, by --prune and by --sweep."""
     sweep = tmp_path / "s.yaml"
@@ -153,6 +157,7 @@ def test_usage_errors_exit_2(tiny: dict[str, Path], text_file: Path, command: Co
     refused(command("prune", tiny["llama"], "--calibration", text_file), "OUT", status=2)
 
 
+@extensions
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -175,6 +180,7 @@ def test_faulty_recipes(content: str, parts: tuple[str, ...], tmp_path: Path, co
     refused(command("prune", "--config", recipe, "--print-config"), *parts)
 
 
+@extensions
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
@@ -267,6 +273,7 @@ BERT = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vo
 OWN = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
 
 
+@extensions
 @pytest.mark.parametrize(
     ("change", "parts"),
     [

@@ -15,7 +15,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "benchmarks"
 
 
 def test_every_script_imports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import inspect
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -19,8 +18,8 @@ from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.recipes.fields import ALLOCATIONS, METHODS, MethodName, SolverName
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.recipes.registry import SOLVERS
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 OWN = {
     ("push", "revision"),

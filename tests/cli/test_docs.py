@@ -23,8 +23,8 @@ from typer.testing import Result
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.yaml_files import read_mapping
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 AS_WRITTEN = (ROOT / "README.md", ROOT / "docs" / "quick-start.md")
 """Pages that a newcomer types from."""

@@ -17,8 +17,8 @@ from sparsellm.extensions.packed.card import record_speed
 from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.texts.json_files import durable
-from tests.cli.conftest import tensors_of
 from tests.cli.test_bad_input import refused
+from tests.outputs import tensors_of
 
 Command = Callable[..., Result]
 

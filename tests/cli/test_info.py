@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,8 +15,7 @@ from sparsellm.cli.app import app
 from sparsellm.extensions.packed import facts
 from sparsellm.extensions.packed.formats import kernels, memory_reads
 from sparsellm.recipes.fields import METHODS
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from tests.cli.test_bad_input import refused
+from tests.conftest import extensions
 
 Command = Callable[..., Result]
 
@@ -79,6 +80,7 @@ def test_a_missing_layer_fails(reported: bool, tiny: dict[str, Path], tmp_path: 
     assert found["as_expected"] is False
 
 
+@extensions
 @pytest.mark.parametrize(
     ("how", "integers"),
     [

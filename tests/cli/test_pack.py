@@ -17,8 +17,8 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting
-from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
 from tests.conftest import long_unless, report_of
+from tests.outputs import OUTPUTS, same_bits, tensors_of
 
 Command = Callable[..., Result]
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OPTCon
 import sparsellm
 from sparsellm.extensions.packed.formats import kernels
 from sparsellm.runtime import native
+from tests.conftest import ROOT
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "250"))
 """Changed models. 20,000 take about ten minutes of a processor that is not shared."""
@@ -74,7 +75,7 @@ def test_changed_models_are_refused_or_run_within_their_memory(bases: Path, tmp_
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.packed_fuzzing", bases, work, "0", str(INPUTS), library],
         env=os.environ | {"LD_PRELOAD": " ".join(paths), "ASAN_OPTIONS": options},
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         check=False,
         capture_output=True,
         text=True,

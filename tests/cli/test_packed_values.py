@@ -23,10 +23,10 @@ from sparsellm.extensions.integers.scales_file import read_scales
 from sparsellm.extensions.packed import documents as packed_documents
 from sparsellm.extensions.packed import packing
 from sparsellm.extensions.packed.packed_files import packed_entries
-from tests.cli.conftest import OUTPUTS, same_bits, tensors_of
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
+from tests.outputs import OUTPUTS, same_bits, tensors_of
 
 Command = Callable[..., Result]
 

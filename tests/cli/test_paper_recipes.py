@@ -12,12 +12,13 @@ from typer.testing import Result
 
 from sparsellm.extensions.studies.page import report_page
 from sparsellm.extensions.studies.sweep_file import read_sweep
+from tests.conftest import ROOT, SHARED
 
-FOLDER = Path(__file__).parents[2] / "recipes" / "neurips2024"
+FOLDER = ROOT / "recipes" / "neurips2024"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 SMALL_MODELS = FOLDER.parent / "small-models.yaml"
 HERE = [pytest.param(path, id=path.stem) for path in (*RECIPES, SMALL_MODELS)]
-QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "zeroshot"
+QUESTIONS = SHARED / "data" / "zeroshot"
 
 
 @pytest.mark.parametrize("path", HERE)

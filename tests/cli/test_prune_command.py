@@ -16,7 +16,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.solvers.patterns import NM, parse_pattern
-from tests.conftest import long_unless, report_of
+from tests.conftest import extensions, long_unless, report_of
 
 Command = Callable[..., Result]
 METHODS = ("magnitude", "wanda", "sparsegpt", "fast-admm", "alps", "sparsellm")
@@ -184,6 +184,7 @@ def test_yaml_holds_the_same_fields_and_options_win(
     assert changed == printed.stdout.replace("3:4", "2:4")
 
 
+@extensions
 def test_recipes_leave_out_what_is_at_its_default(
     tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -213,6 +214,7 @@ def test_recipes_leave_out_what_is_at_its_default(
     assert sparsellm.Recipe(**yaml.safe_load(other.to_yaml())) == other
 
 
+@extensions
 def test_saved_report_gives_the_recipe_of_its_run(
     tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +275,7 @@ def test_progress_goes_to_stderr_and_data_to_stdout(tiny: dict[str, Path], tmp_p
     assert list(dict.fromkeys(stages))[-3:] == ["1/2 loading", "2/2 pruning", "writing and verifying"]
 
 
+@extensions
 def test_few_tokens_are_told(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """A note in the output, the report and the plan says how many samples are needed; the run goes on."""
     out = tmp_path / "out"
@@ -298,6 +301,7 @@ def test_recipe_file_may_name_the_model(tiny: dict[str, Path], tmp_path: Path, c
     assert report_of(tmp_path / "out")["resolved"]["computed_in"] == "torch.float32"
 
 
+@extensions
 @pytest.mark.parametrize("known", [True, False])
 def test_a_model_that_is_pruned_already(known: bool, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """Headline, card, page and report say how many zeros there were and are; before and after the run what to pass."""

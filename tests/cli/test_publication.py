@@ -24,7 +24,7 @@ from sparsellm.outputs.report import Report
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import Recipe
 from tests.cli.test_bad_input import refused
-from tests.conftest import report_of
+from tests.conftest import extensions, report_of
 
 Command = Callable[..., Result]
 HOSTILE = [
@@ -168,6 +168,7 @@ def test_markdown_of_ordinary_names() -> None:
     assert fenced("````", "") == "`````\n````\n`````"
 
 
+@extensions
 def test_names_on_disk(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """A model's folder and a text whose names are HTML and Markdown: pruned, verified, and reported on one page."""
     model = Path(shutil.copytree(tiny["opt"], tmp_path / "<img src=x onerror=alert(1)>"))

@@ -38,11 +38,12 @@ from sparsellm.outputs.report import PrunedReport, Report, load_report
 from sparsellm.recipes.file import validated
 from sparsellm.recipes.recipe import Recipe
 from tests import made_up
+from tests.conftest import ROOT
 from tests.made_up import accuracy, perplexity
 
 Command = Callable[..., Result]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PAGES = Path(__file__).parents[1] / "pages"
+PAGES = ROOT / "tests" / "pages"
 PINNED = (PAGES.parents[1] / "constraints.txt").read_text(encoding="utf-8")
 
 MAKE: dict[str, Callable[[Path], str]] = {

@@ -15,12 +15,11 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.checkpoints.files import WORK
 from sparsellm.errors import InvalidSetting
-from sparsellm.extensions.recover.recipe import SCOPE_STEPS
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.outputs.journal import Journal
 from tests.cli.test_bad_input import refused
-from tests.conftest import long_unless, report_of
+from tests.conftest import extensions, long_unless, report_of
 
 Command = Callable[..., Result]
 SPARSITIES = {"50%": "50", "62.5%": "62.5", "2:4": "2-4"}
@@ -43,6 +42,7 @@ def compared(folder: Path) -> dict[str, Any]:
     return files | {"report": report}
 
 
+@extensions
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -60,6 +60,8 @@ def test_outputs_are_those_of_single_runs(
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from sparsellm.extensions.recover.recipe import SCOPE_STEPS
+
     monkeypatch.setitem(SCOPE_STEPS, "model", 20)
     words = (*SMALL, *options, "--calibration", text_file, "--evaluate", text_file)
     done = command("prune", tiny[family], tmp_path / "all", "--sparsity", ",".join(SPARSITIES), *words)
@@ -73,10 +75,13 @@ def test_outputs_are_those_of_single_runs(
     assert command("verify", tmp_path / "all" / "62.5", "--against", tiny[family]).exit_code == 0
 
 
+@extensions
 def test_what_the_dense_model_shows_is_found_once(
     tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of its gradients, its perplexity, its generated sequences, and the token ids of both texts."""
+    from sparsellm.extensions.recover.recipe import SCOPE_STEPS
+
     monkeypatch.setitem(SCOPE_STEPS, "model", 20)
     calls: dict[str, int] = {}
 

@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 import sparsellm
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Documentation"]
 PREFIX = f"{urlsplit(ADDRESS).path}/"

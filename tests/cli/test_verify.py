@@ -19,9 +19,9 @@ import sparsellm
 from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
-from tests.cli.conftest import OUTPUTS
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
+from tests.outputs import OUTPUTS
 
 Command = Callable[..., Result]
 Change = Callable[[Path], None]

@@ -26,7 +26,7 @@ from sparsellm.outputs.folder import EXPORT, REPLACED, SCALES_FILE
 from sparsellm.outputs.journal import JOURNAL, Journal
 from tests import processes
 from tests.cli.test_bad_input import refused
-from tests.conftest import long_unless, report_of
+from tests.conftest import extensions, long_unless, report_of
 
 Command = Callable[..., Result]
 Ends = Callable[[int, type[BaseException] | BaseException], None]
@@ -74,6 +74,7 @@ def same(one: Path, other: Path) -> bool:
     return card and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@extensions
 def test_an_unfinished_output_is_no_model(words: tuple[object, ...], tmp_path: Path, command: Command) -> None:
     """Every command that reads a model, or the report of a run, says what the matter is, and writes nothing."""
     model, *rest = words
@@ -384,6 +385,7 @@ def test_a_crash_between_the_two_renames(
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
+@extensions
 @pytest.mark.parametrize(
     "further",
     [(), STREAMED, pytest.param(("--values", "int4"), marks=pytest.mark.long)],
@@ -405,6 +407,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert not (out / WORK).exists()
 
 
+@extensions
 def test_what_needs_the_whole_model_says_so(words: tuple[object, ...], tmp_path: Path, command: Command) -> None:
     model, *rest = words
     refused(

@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import OPTConfig
 
 from sparsellm.runtime import collectives, process_group
+from tests.conftest import ROOT
 from tests.several import CASES, CONFIGS
 
-TESTS = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 
 
 def launched(processes: int, *words: object) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,6 @@ from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import walk
 from sparsellm.evaluation.perplexity import streamed_perplexity
-from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.outputs.journal import Journal
@@ -29,7 +28,7 @@ from sparsellm.pipeline.startup import bf16_pass_speedup, choose_products
 from sparsellm.recipes.methods import method_of
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.solvers.alps import ALPS
-from tests.conftest import long_unless
+from tests.conftest import extensions, long_unless
 from tests.integration.test_families import tiny as of_family
 from tests.integration.test_walk import batches, tiny
 
@@ -146,6 +145,7 @@ def test_choice(
         assert choose_products(cast(Prepared, ready)) is (None if setting == "auto" and width < 512 else expected)
 
 
+@extensions
 @pytest.mark.parametrize(
     ("stored", "setting", "gain", "expected"),
     [
@@ -162,6 +162,8 @@ def test_choice_of_a_recovery(
     device: str, stored: torch.dtype, setting: str, gain: float, expected: torch.dtype | None, speedup: Callable[[float], None]
 ) -> None:
     """Models are trained in float32 on every device, so that `auto` chooses there alike, at every width."""
+    from sparsellm.extensions.recover.recipe import RecoveryRecipe
+
     speedup(gain)
     recipe = RecoveryRecipe(model="m", pruned="p", calibration="demo", compute_dtype=setting)  # type: ignore[arg-type]
     source = SimpleNamespace(dtype=lambda _: stored)

@@ -16,7 +16,7 @@ from torch import Tensor
 import sparsellm
 from sparsellm.errors import BadCheckpoint
 from tests.cli.test_bad_input import refused
-from tests.conftest import report_of
+from tests.conftest import extensions, report_of
 
 if TYPE_CHECKING:
     from typer.testing import Result
@@ -66,6 +66,7 @@ def without_metadata(shards: Shards) -> None:
     (shards.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards.places}))
 
 
+@extensions
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
     ("change", "named"),

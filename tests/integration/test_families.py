@@ -19,8 +19,6 @@ from transformers.activations import ACT2FN
 from sparsellm.activations.output_cache import OutputCache
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.errors import UnsupportedModel
-from sparsellm.extensions.recover.training.distillation import distill, last_states
-from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
@@ -45,9 +43,8 @@ from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
-from tests.conftest import byte_tokenizer, long_unless
+from tests.conftest import ROOT, byte_tokenizer, extensions, long_unless
 from tests.pruning import prune_blocks, walk
-from tests.recovering import block_recovery
 
 SHARED = {
     "vocab_size": 260,
@@ -360,9 +357,14 @@ def test_opt_350m_without_nan(method: str, dtype: torch.dtype) -> None:
         assert bool(model.float()(input_ids=batches()[0]).logits.isfinite().all())
 
 
+@extensions
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral"])
 def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
     """Over a block, then over the model: every piece keeps its zeros; a parameter with a piece left dense does not move."""
+    from sparsellm.extensions.recover.training.distillation import distill, last_states
+    from sparsellm.extensions.recover.training.masked_training import MaskedAdam
+    from tests.recovering import block_recovery
+
     model, dense = tiny(name), tiny(name)
     left = {"phi3": "*qkv_proj.v", "gpt2": "*c_attn.v", "mixtral": "*experts.2.up_proj"}[name]
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"), exclude=[left])
@@ -423,7 +425,7 @@ def test_each_token_goes_to_its_experts(name: str) -> None:
 
 def test_the_documented_diff_is_the_real_one() -> None:
     """docs/families.md: every added line stands in its file, there are fewer than fifteen, and every family has its row."""
-    root = Path(__file__).parents[2]
+    root = ROOT
     page = (root / "docs" / "families.md").read_text(encoding="utf-8")
     diff = page.split("```diff\n")[1].split("```")[0]
     text, added = "", 0

@@ -14,9 +14,9 @@ import torch
 
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockResult
+from tests.conftest import ROOT
 from tests.integration.test_families import tiny
 
-ROOT = Path(__file__).parents[2]
 MEASURED = json.loads((ROOT / "benchmarks" / "measured" / "families.json").read_text(encoding="utf-8"))
 SAMPLE = (
     "llama",

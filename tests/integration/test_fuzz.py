@@ -37,10 +37,9 @@ from sparsellm.recipes.recipe import Recipe
 from sparsellm.recipes.selection import LayerName
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.texts import read_text
-from tests.conftest import save_small
+from tests.conftest import ROOT, save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced
 
-ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 pytestmark = pytest.mark.long

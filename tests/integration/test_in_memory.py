@@ -25,7 +25,7 @@ from sparsellm.texts.padding import PADDING
 from sparsellm.texts.rows import Conversation
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, extensions
 
 if TYPE_CHECKING:
     from typer.testing import Result
@@ -357,6 +357,7 @@ def test_chats_are_measured(chat_model: Path, tmp_path: Path) -> None:
         assert (found.value, found.windows) == (expected.value, expected.windows)
 
 
+@extensions
 @pytest.mark.parametrize("data", [TOKENS, DOCUMENTS, datasets.Dataset.from_dict({"text": DOCUMENTS})])
 def test_a_run_measures_on_data_in_memory(data: Any, tiny: dict[str, Path], tmp_path: Path) -> None:
     """`prune`, also several sparsities with data that can be read only once, `plan` and `recover`, as `evaluate` does."""
@@ -374,6 +375,7 @@ def test_a_run_measures_on_data_in_memory(data: Any, tiny: dict[str, Path], tmp_
     assert result.report.before("given in memory").value == before  # not what `prune` measured on other data
 
 
+@extensions
 def test_data_with_names_are_called_by_them(tiny: dict[str, Path], tmp_path: Path) -> None:
     """In results, tables and cards; each of them as the same data alone, or as the file that it names."""
     folder, text, file = str(tiny["llama"]), "\n\n".join(DOCUMENTS), tmp_path / "documents.txt"

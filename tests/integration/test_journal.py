@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, CannotResume, InvalidSetting
-from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult, Plan, Step
 from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.layerwise import LayerWise
@@ -27,10 +26,9 @@ from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from tests.conftest import long_unless
+from tests.conftest import HAS_EXTENSIONS, long_unless
 from tests.integration.test_block_loader import random_model, saved, windows
 from tests.pruning import prune_blocks
-from tests.recovering import block_recovery
 
 
 class ScaledNorms(LayerWise):
@@ -62,6 +60,11 @@ def steps_of(model: PreTrainedModel, method: BlockMethod, journal: Journal | Non
 
 def recovery() -> BlockMethod:
     """Gradient steps over each block of a model that was pruned before."""
+    if not HAS_EXTENSIONS:
+        pytest.skip("only the core is installed")
+    from sparsellm.extensions.recover.training.masked_training import MaskedAdam
+    from tests.recovering import block_recovery
+
     pruned = random_model("opt")
     return block_recovery(pruned, list(steps_of(pruned, METHODS["wanda"])), MaskedAdam(2, 1e-3))
 

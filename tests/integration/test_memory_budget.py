@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ByteSize, TypeAdapter
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "benchmarks"
 
 
 @pytest.mark.long

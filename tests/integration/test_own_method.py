@@ -15,6 +15,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import InvalidSetting
+from tests.conftest import ROOT, extensions
 
 SIZE = {"samples": 4, "sequence_length": 32}
 
@@ -69,6 +70,7 @@ def weights(result: sparsellm.Result) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in result.model.state_dict().items()}
 
 
+@extensions
 @pytest.mark.parametrize(
     ("method", "name"),
     [
@@ -113,6 +115,7 @@ def test_a_solver_without_statistics_needs_no_text(tiny: dict[str, Path]) -> Non
         sparsellm.prune(str(tiny["llama"]), PowerWanda())
 
 
+@extensions
 @pytest.mark.parametrize(
     "settings",
     [
@@ -158,6 +161,7 @@ class NeedsNothing(LargestFirst):
     needs: ClassVar[Any] = None
 
 
+@extensions
 @pytest.mark.parametrize(
     ("method", "settings", "message"),
     [
@@ -177,7 +181,7 @@ def test_what_is_no_method_is_told(method: Any, settings: dict[str, Any], messag
 
 
 def test_the_page_on_own_methods_imports_from_the_package_alone() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
     modules = set()
     for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(code)):

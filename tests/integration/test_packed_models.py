@@ -30,10 +30,8 @@ from sparsellm.extensions.packed.formats import weight_converter
 from sparsellm.extensions.packed.formats.linear import PackedLinear
 from sparsellm.extensions.packed.formats.packed_experts import PackedExperts
 from sparsellm.extensions.packed.packing import pack, unpack
-from tests.conftest import TEXT, byte_tokenizer, long_unless
+from tests.conftest import SHARED, TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
-
-SHARED = Path(__file__).parents[3] / "shared"
 
 FORMS = {"llama": 14, "opt": 12, "gpt2": 8, "mixtral": 32, "qwen3_moe": 23, "phi3": 8, "gemma": 14}
 """Numbers of packed layers of a family for each form: plain, biases and a tied head, transposed, experts twice, fused, tied."""

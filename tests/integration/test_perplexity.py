@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +31,8 @@ from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
+from tests.conftest import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared"
 VOCABULARY, LENGTH = 96, 24
 
 

@@ -27,6 +27,7 @@ from sparsellm.observers.events import NextRun, Note, Stage
 from sparsellm.recipes.keyword_types import EvaluationKeywords, PruneKeywords
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.in_memory import CalibrationData
+from tests.conftest import ROOT
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
@@ -222,7 +223,7 @@ def test_type_checkers_know_the_keywords(tmp_path: Path) -> None:
         'sparsellm.recover("m", "p", lora_rank="8")\n'
         'sparsellm.evaluate("m", "t.txt", seed=1)\n'
     )
-    root = Path(__file__).parents[2]
+    root = ROOT
     command = [sys.executable, "-m", "mypy", "--config-file", root / "pyproject.toml", "--cache-dir", tmp_path / "cache", file]
     said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
     assert sorted(set(re.findall(r"calls\.py:(\d+): error", said))) == ["3", "4", "5", "6"], said

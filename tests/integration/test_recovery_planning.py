@@ -20,14 +20,13 @@ from sparsellm.observers.events import Stage
 from sparsellm.outputs import journal
 from sparsellm.outputs.journal import work_directory
 from tests.cli.test_bad_input import refused
-from tests.conftest import report_of
+from tests.conftest import SHARED, report_of
 from tests.meter import Meter
 
 if TYPE_CHECKING:
     from typer.testing import Result
 
 Command = Callable[..., "Result"]
-SHARED = Path(__file__).parents[3] / "shared"
 WORDS = ("--samples", 16, "--sequence-length", 32)
 
 

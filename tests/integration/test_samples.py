@@ -26,8 +26,8 @@ from sparsellm.errors import BadText, InvalidSetting, Unreachable
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
 from sparsellm.texts.tokenized import added_tokens, tokenize
+from tests.conftest import SHARED
 
-SHARED = Path(__file__).parents[3] / "shared"
 BOS, PAD = 1, 2
 
 PAPERS: dict[str, Any] = {"family": "llama"}

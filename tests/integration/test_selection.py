@@ -19,6 +19,7 @@ from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.recipes.plan import list_layers, uniform_plan
 from sparsellm.recipes.selection import layer_names, name_matcher
 from sparsellm.solvers.patterns import NM, Unstructured
+from tests.conftest import extensions
 
 Command = Callable[..., Result]
 HALF = Unstructured(0.5)
@@ -144,6 +145,7 @@ def test_patterns_that_choose_nothing_are_refused_with_the_nearest_names(
         uniform_plan(blocks_of(model), HALF, include=[include])
 
 
+@extensions
 def test_the_plan_lists_each_layer_with_its_pattern_or_reason(tiny: dict[str, Path], command: Command) -> None:
     words = [
         "--method",

@@ -23,14 +23,13 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.evaluation.perplexity import token_perplexity as perplexity
-from sparsellm.extensions.recover.training.generation import generate_samples
 from sparsellm.pipeline.evaluate import evaluate
 from sparsellm.texts import samples, tokenized
 from sparsellm.texts.padding import PADDING, count_contexts
 from sparsellm.texts.samples import Sequences, calibration_windows, test_windows
 from sparsellm.texts.texts import Text, read_text
 from sparsellm.texts.tokenized import added_tokens, tokenize
-from tests.conftest import byte_tokenizer, report_of
+from tests.conftest import byte_tokenizer, extensions, report_of
 from tests.integration.test_samples import BOS, counting, runs, tokenizer, written
 
 Command = Callable[..., Result]
@@ -338,8 +337,11 @@ def test_losses_are_those_of_lm_eval(bos: str, tiny: dict[str, Path]) -> None:
     )
 
 
+@extensions
 def test_generated_sequences_begin_as_the_calibration_sequences(tiny: dict[str, Path]) -> None:
     """With BOS where all of those do; otherwise with what stands at a random place."""
+    from sparsellm.extensions.recover.training.generation import generate_samples
+
     model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
     windows = torch.randint(10, 250, (6, 32), generator=torch.Generator().manual_seed(0))
     free = generate_samples(model, windows, 8)

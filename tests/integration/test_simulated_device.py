@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from torch.utils import backend_registration
 
 from sparsellm import prune
-from tests.conftest import report_of
+from tests.conftest import ROOT, report_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
-ROOT = Path(__file__).parents[2]
 SIMULATION = ROOT / "tests" / "simulated_device.py"
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),

@@ -22,9 +22,9 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.outputs.inspection import inspect
 from sparsellm.outputs.verification import verify
 from sparsellm.pipeline.loading import check_names
+from tests.conftest import ROOT
 from tests.integration.test_families import tensors_of, written
 
-ROOT = Path(__file__).parents[2]
 SPLIT = ("kimi_k25", "molmo2", "qianfan_ocr", "unlimited_ocr")
 """Types with queries, keys and values in one stored tensor, and in three of the model."""
 

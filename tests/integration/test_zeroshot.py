@@ -18,11 +18,11 @@ from sparsellm.evaluation import task_definitions
 from sparsellm.evaluation.measurements import mean
 from sparsellm.evaluation.task_definitions import definition, prepare_tasks
 from sparsellm.pipeline.evaluate import evaluate
+from tests.conftest import SHARED, extensions
 
 Command = Callable[..., Result]
 HERE = find_spec("lm_eval") is not None
 WITH = pytest.mark.skipif(not HERE, reason="lm-eval is not installed (the extra `eval`)")
-SHARED = Path(__file__).parents[3] / "shared"
 PAPER = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
 
 
@@ -271,6 +271,7 @@ def test_a_task_that_cannot_run_is_refused_before_any_work(
         evaluate(str(tiny["opt"]), task=task)
 
 
+@extensions
 @WITH
 def test_a_task_of_one_s_own_is_a_file(
     tiny: dict[str, Path], own_tasks: Any, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -320,6 +321,7 @@ def test_a_file_without_a_task_is_told_before_any_work(
         evaluate(str(tiny["opt"]), task=["choice_acc", str(mine)])
 
 
+@extensions
 @WITH
 def test_a_sweep_measures_a_changed_task_again(tiny: dict[str, Path], own_tasks: Any, tmp_path: Path) -> None:
     """The dense model's accuracy is kept for all cells; a task's file counts by its content."""

@@ -17,6 +17,7 @@ import torch
 from sparsellm import load_report
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.outputs.folder import SCALES_FILE
+from tests.conftest import ROOT
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -439,7 +440,7 @@ def test_a_method_of_a_package_has_a_name(tmp_path: Path, program: Program) -> N
 
 def test_the_package_of_the_page_on_methods(tmp_path: Path, program: Program) -> None:
     """Its two files, as they stand there, and the commands that it shows."""
-    page = (Path(__file__).parents[2] / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
     module, metadata, commands = (re.search(rf"```{x}\n(.*?)```", page, re.DOTALL) for x in ("python", "toml", "console"))
     assert module
     assert metadata
@@ -461,9 +462,12 @@ def test_the_package_of_the_page_on_methods(tmp_path: Path, program: Program) ->
     ("words", "message"),
     [
         (("--method", "rai"), "--method is unknown: got 'rai'. Did you mean 'ria'"),
-        (("--method", "ria", "--set", "pwer=1"), "The method ria has no setting 'pwer'. Did you mean 'power'"),
+        (("--method", "ria", "--set", "pwer=1"), "The method ria has no setting 'pwer'. Settings of ria: power (float)"),
         (("--method", "ria", "--set", "power=much"), "power of the method ria: "),
-        (("--method", "ria", "--set", "power=-1"), "The method ria refuses its settings {'power': -1.0}: power is negative"),
+        (
+            ("--method", "ria", "--set", "power=-1"),
+            "The method ria refuses {'power': -1.0}: power is negative. Settings of ria: power (float)",
+        ),
         (("--method", "none"), "The method none of the package my-pruner 1.5 cannot be used (TypeError: "),
         (("--set", "solver=twice"), "The solver is unknown: got 'twice'."),
     ],

@@ -16,9 +16,9 @@ import pytest
 
 from sparsellm.extensions.packed.formats.kernel_library import Library
 from sparsellm.runtime import native
+from tests.conftest import ROOT
 
 ARM = "aarch64-linux-gnu-gcc"
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typer.testing import Result
 
 from sparsellm.cli.console import report_errors
 from sparsellm.runtime.devices import is_out_of_memory
+from tests.conftest import extensions
 
 PACKAGE = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "src" / "sparsellm"
 
@@ -48,6 +49,7 @@ def translations(file: Path) -> Iterator[tuple[int, str, str]]:
                 earlier += text
 
 
+@extensions
 def test_translated_errors_are_not_of_memory() -> None:
     found = 0
     for file in sorted(PACKAGE.rglob("*.py")):
@@ -63,6 +65,7 @@ def test_every_kind_is_known(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
+@extensions
 @pytest.mark.parametrize(
     ("name", "words", "where"),
     [

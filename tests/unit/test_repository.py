@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 import sparsellm
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PROGRAMS = {"bash", "python", "pytest", "sparsellm", "git", "gh"}
 """What the steps of the workflows call."""

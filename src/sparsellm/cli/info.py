@@ -69,8 +69,8 @@ def _print_method(name: str, *, as_json: bool) -> None:
         return
     print_line(stdout, f"{name}: {description}.")
     print_line(stdout, "")
-    rows = [[x.name, x.default, x.description] for x in found]
-    stdout.print(text_table(["setting", "default", ""], rows, words=True))
+    rows = [[x.name, x.type, x.default, x.description] for x in found]
+    stdout.print(text_table(["setting", "type", "default", ""], rows, words=True))
 
 
 def _examine() -> dict[str, Any]:

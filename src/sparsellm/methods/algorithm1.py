@@ -84,7 +84,7 @@ class Algorithm1:
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0:
             raise InvalidSetting(
-                "SparseLLM needs epochs >= 1, alpha > 0, beta > 0 and ridge >= 0, "
+                "Algorithm 1 needs epochs >= 1, alpha > 0, beta > 0 and ridge >= 0, "
                 f"got {self.epochs}, {self.alpha}, {self.beta} and {self.ridge}."
             )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -103,6 +103,7 @@ class DescribedSetting:
     """A setting of a method, in words."""
 
     name: str
+    type: str
     default: str
     description: str
 
@@ -112,7 +113,20 @@ def described_settings(name: str) -> list[DescribedSetting]:
     text = (inspect.getdoc(type(_default(name))) or "").partition("Attributes:\n")[2]
     lines = {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", text, re.MULTILINE)}
     lines[SEQUENTIAL] = "Prune each layer on the outputs of the pruned layers before it in its block."
-    return [DescribedSetting(key, _spelled(x), lines.get(key, "")) for key, x in settings_of(name).items()]
+    types = get_type_hints(type(_default(name))) | {SEQUENTIAL: bool}
+    found = settings_of(name).items()
+    return [DescribedSetting(key, _type_name(types[key]), _spelled(x), lines.get(key, "")) for key, x in found]
+
+
+def _type_name(hint: Any) -> str:
+    """The type of a setting in a word."""
+    from sparsellm.solvers import LayerSolver  # imports torch
+
+    if hint is LayerSolver:
+        return "solver"
+    if hint == frozenset[int] | None:
+        return "blocks"
+    return " or ".join(map(str, get_args(hint))) if get_origin(hint) is Literal else getattr(hint, "__name__", str(hint))
 
 
 def _spelled(value: Any) -> str:
@@ -165,7 +179,7 @@ def build(
     own = {key: x for key, x in settings.items() if key != SEQUENTIAL or not _may_be_sequential(default)}
     is_sequential = settings.get(SEQUENTIAL, False) if len(own) < len(settings) else False
     if not isinstance(is_sequential, bool):
-        raise InvalidSetting(f"{SEQUENTIAL} of the method {name} must be true or false, got {is_sequential!r}.")
+        raise _refusal(name, f"{SEQUENTIAL} of the method {name} must be true or false, got {is_sequential!r}.")
     solver = _with_settings(name, own)
     method = _imported(LAYERWISE[is_sequential])(_in_float32(solver) if in_float32 else solver, **by_recipe)
     return method
@@ -178,19 +192,23 @@ def _with_settings(name: str, settings: Mapping[str, Any], depth: int | None = N
         return default
     known, hints = settings_of(name), get_type_hints(type(default))
     if unknown := next((key for key in settings if key not in known), None):
-        raise InvalidSetting(
-            f"The method {name} has no setting {unknown!r}. {nearest(unknown, known) if known else 'It has none.'}"
-        )
+        raise _refusal(name, f"The method {name} has no setting {unknown!r}.")
     values = {}
     for key, value in settings.items():
         try:
             values[key] = _value(hints[key], value, depth)
         except ValidationError as error:
-            raise InvalidSetting(f"{key} of the method {name}: {error.errors()[0]['msg'].lower()}, got {value!r}.") from None
+            raise _refusal(name, f"{key} of the method {name}: {error.errors()[0]['msg'].lower()}, got {value!r}.") from None
     try:
         return replace(default, **values)
     except (TypeError, ValueError) as error:  # of a class of others
-        raise InvalidSetting(f"The method {name} refuses its settings {values}: {first_line(error)}.") from error
+        raise _refusal(name, f"The method {name} refuses {values}: {first_line(error)}.") from error
+
+
+def _refusal(name: str, reason: str) -> InvalidSetting:
+    """The error for a setting of a method, with the names and types of all."""
+    listed = ", ".join(f"{x.name} ({x.type})" for x in described_settings(name))
+    return InvalidSetting(f"{reason} Settings of {name}: {listed or 'none'}.")
 
 
 def _value(hint: Any, value: Any, depth: int | None) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 import multiprocessing
 import os
 import shlex
@@ -24,6 +22,7 @@ from torch import Tensor
 from sparsellm.extensions.packed.formats import kernel_library, kernels
 from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask
 from sparsellm.runtime import native
+from tests.guard_pages import before_guard_page
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 compiled = pytest.mark.skipif(kernels.instruction_set() is None, reason="the kernels are not compiled: python hatch_build.py")
@@ -210,21 +209,6 @@ def test_forked_processes_have_their_own_threads() -> None:
     assert process.exitcode == 0
     assert queue.get() == [True] * 3
     assert torch.equal(kernels.packed_matmul(x, packed), expected)
-
-
-def before_guard_page(tensor: Tensor) -> Tensor:
-    """A copy whose last byte is followed by a page that must not be read."""
-    size = tensor.numel() * tensor.element_size()
-    pages = -(-size // mmap.PAGESIZE) + 1
-    memory = mmap.mmap(-1, pages * mmap.PAGESIZE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    end = start + (pages - 1) * mmap.PAGESIZE
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(end), mmap.PAGESIZE, 0) == 0
-    offset = (pages - 1) * mmap.PAGESIZE - size
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=max(tensor.numel(), 1), offset=offset) if size else tensor
-    copy.copy_(tensor.flatten())
-    return copy.view(tensor.shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,8 @@ from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.extensions.packed.formats import kernels
 from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask, unpack_bits
 from sparsellm.solvers.linalg import count_negative_zeros
-from tests.unit.formats.test_kernels import DTYPES, SETS, before_guard_page, compiled, random_tokens, slow_product
+from tests.guard_pages import before_guard_page
+from tests.unit.formats.test_kernels import DTYPES, SETS, compiled, random_tokens, slow_product
 
 FORMATS = ((8, 0), (8, 64), (4, 0), (4, 128), (3, 192))
 """Bits and group sizes."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sparsellm.runtime import bf16_gram
 from sparsellm.solvers.statistics import CrossMoment, Gram
+from tests.guard_pages import before_guard_page
 from tests.pairwise import pairwise
-from tests.unit.formats.test_kernels import before_guard_page
 
 compiled = pytest.mark.skipif(
     bf16_gram.load_kernel() is None, reason="the kernel is not compiled (python hatch_build.py), or not for this processor"

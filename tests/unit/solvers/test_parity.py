@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,8 +12,9 @@ from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
+from tests.conftest import SHARED
 
-AUTHORS = Path(__file__).parents[4] / "shared" / "parity" / "authors.safetensors"
+AUTHORS = SHARED / "parity" / "authors.safetensors"
 
 pytestmark = pytest.mark.skipif(not AUTHORS.exists(), reason=f"{AUTHORS} is not on this machine")
 

@@ -10,6 +10,7 @@ import pytest
 import sparsellm
 from sparsellm.errors import InvalidSetting, SparseLLMError
 from sparsellm.texts.paths import local_path
+from tests.conftest import extensions
 
 
 def no_paths(folder: Path) -> dict[str, Path]:
@@ -23,6 +24,7 @@ def no_paths(folder: Path) -> dict[str, Path]:
     }
 
 
+@extensions
 @pytest.mark.parametrize("name", ["circle", "within", "long", "bare"])
 def test_paths_that_cannot_be_followed_get_one_message(name: str, tmp_path: Path) -> None:
     """Wherever a function takes a path: of a model, a text, an output or a page."""
