@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import Result
 
 import sparsellm
-from tests.conftest import save_small
+from tests.conftest import extensions, save_small
 from tests.fuzzing import Changed, either, limited, mutated, replaced
 
 INPUTS = 20
@@ -88,6 +88,7 @@ def counts() -> Iterator[list[str]]:
     print("\n" + "\n".join(lines))
 
 
+@extensions
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHOWN)
 def test_changed_files_end_in_one_message(
@@ -138,6 +139,7 @@ def test_changed_files_end_in_one_message(
     assert refused > 0
 
 
+@extensions
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "sparsellm.json"])
 def test_changed_packed_files_fail_verification_in_one_message(

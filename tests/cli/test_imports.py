@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sparsellm
-from tests.conftest import long_unless
+from tests.conftest import extensions, long_unless
 from tests.integration.test_families import tiny as tiny_of
 
 HEAVY = {"torch", "transformers", "datasets"}
@@ -83,6 +83,7 @@ def test_a_package_that_is_not_installed_is_one_message(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@extensions
 @pytest.mark.long
 def test_commands_that_read_reports_need_no_transformers(tiny: dict[str, Path], tmp_path: Path) -> None:
     """A report has all figures; digests and layers that are tensors of their own are in the files, packed or not."""

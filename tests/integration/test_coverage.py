@@ -18,7 +18,7 @@ import sparsellm
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.coverage import coverage_of
-from tests.conftest import byte_tokenizer, report_of
+from tests.conftest import byte_tokenizer, extensions, report_of
 from tests.integration.test_families import CONFIGS, GATED, batches, tiny
 
 Command = Callable[..., Result]
@@ -99,6 +99,7 @@ def half_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return saved(transformers.MixtralConfig(**GATED, num_local_experts=4), tmp_path / "dense")
 
 
+@extensions
 @pytest.mark.parametrize("verb", ["prune", "plan"])
 def test_a_model_that_is_covered_in_part_is_refused(
     verb: str, half_covered: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_a_model_that_is_covered_in_part_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@extensions
 def test_a_part_that_layers_cover_is_told(
     half_covered: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

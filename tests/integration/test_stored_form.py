@@ -20,7 +20,7 @@ from sparsellm.checkpoints import block_loader
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import BadCheckpoint, SparseLLMError, UnsupportedModel
 from sparsellm.outputs.verification import verify
-from tests.conftest import byte_tokenizer, long_unless
+from tests.conftest import byte_tokenizer, extensions, long_unless
 from tests.integration.test_families import GATED, tensors_of, written
 
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -91,6 +91,7 @@ def check_alike(folders: list[Path]) -> dict[str, Tensor]:
     return whole
 
 
+@extensions
 @pytest.mark.parametrize("kind", [long_unless(kind in (*STRICT, *LENIENT, *UNKNOWN), kind) for kind in KINDS])
 def test_what_is_never_trained_is_written_as_it_is_stored(kind: str, tmp_path: Path) -> None:
     """In float32 beside bfloat16, without a note, in memory and read block by block, where the pruned weights are the same."""
@@ -196,6 +197,7 @@ def test_what_would_fail_at_the_end_fails_before_the_first_block(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@extensions
 @pytest.mark.parametrize("offload", [False, True])
 def test_metadata_of_the_files_stay(offload: bool, tiny: dict[str, Path], tmp_path: Path) -> None:
     """What another program wrote into the header of a weight file, in all forms of the output."""
