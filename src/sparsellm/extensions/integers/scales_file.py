@@ -14,13 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.tensor_index import TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, Scales
-from sparsellm.extensions.packed.formats.integer_encoding import decode_scales
-from sparsellm.extensions.packed.packed_files import packed_entries, parts_of
+from sparsellm.extensions.packed.formats.encoding import decode_scales
+from sparsellm.extensions.packed.formats.packed_tensors import packed_weights
 from sparsellm.outputs.folder import SCALES_FILE
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.texts.json_files import durable, first_fault
@@ -102,14 +101,12 @@ def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
     """Return the scales of the quantized tensors in packed weight files, by stored name."""
     found = {}
     for file in files:
-        stored, entries = locate_all(file), packed_entries(file)
-        for name, format in ((key, entry.integers) for key, entry in entries.items() if key in stored):
-            if format is None:
-                continue
-            names = {part: key for part, key in parts_of(name, stored).items() if "scales" in part}
-            parts = {part: read_stored(TensorLocation(file, key)).numpy() for part, key in names.items()}
-            scales = decode_scales(parts, entries[name].matrix, format)
-            found[name] = Scales(scales, format, entries[name].transposed)
+        for name, weight in packed_weights(file).items():
+            if weight.integers:
+                places = {part: TensorLocation(*place) for part, place in weight.parts.items() if "scales" in part}
+                parts = {part: read_stored(place).numpy() for part, place in places.items()}
+                scales = decode_scales(parts, weight.entry.matrix, weight.integers)
+                found[name] = Scales(scales, weight.integers, weight.entry.transposed)
     return found
 
 

@@ -114,12 +114,8 @@ def finish(work: Path, report: Mapping[str, Any], recorded: Mapping[str, Any] | 
     """
     set_default_permissions(work)
     written = proven(work, report)
-    if wrong := _different(recorded or {}, written["digests"]["tensors"]):
+    tensors = written["digests"]["tensors"]
+    if wrong := sorted(name for name, record in (recorded or {}).items() if record != tensors.get(name)):
         raise VerificationFailed(f"{wrong[0]} {difference}", tuple(wrong))
     (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")
     set_default_permissions(work)
-
-
-def _different(recorded: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors that differ from the recorded ones."""
-    return sorted(name for name, record in recorded.items() if record != written.get(name))

@@ -12,14 +12,15 @@ from sparsellm.checkpoints.configuration import read_config
 from sparsellm.checkpoints.contradictions import check_doubles
 from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, documents_of
 from sparsellm.checkpoints.files import REPORT, check_files, checkpoint_name
-from sparsellm.checkpoints.headers import locate_all
+from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.readers import quantization_settings
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting, checkpoint_errors
-from sparsellm.extensions.packed.packed_files import is_packed, packed_entries, parts_of
+from sparsellm.extensions.packed.formats.packed_tensors import packed_weights
+from sparsellm.extensions.packed.packed_files import is_packed
 from sparsellm.extensions.packed.sizes import MatrixSize
 from sparsellm.outputs.folder import ANEW
 from sparsellm.outputs.verification import raise_if_any, read_finished, tensor_differences
@@ -84,15 +85,13 @@ def matrix_sizes(files: Sequence[Path], digests: Mapping[str, TensorDigest], *, 
     """
     sizes = []
     for file in files:
-        stored, entries = locate_all(file), packed_entries(file)
-        for name in (name for name in stored if name in digests and len(digests[name].shape) > 1):
-            parts = parts_of(name, stored).values() if name in entries else ()
-            size = sum(stored[part][0].numel for part in parts) if parts else digests[name].nbytes
-            digest = digests[name]
+        weights = packed_weights(file)
+        for name in (name for name in read_headers(file) if len(digests[name].shape) > 1):
+            digest, weight = digests[name], weights.get(name)
             negative = 0 if positive_zeros else digest.negative_zeros
-            bits = entries[name].bits if parts else None
             dense = digest.dtype, digest.zeros, negative, digest.nbytes
-            sizes.append(MatrixSize(name, digest.shape, *dense, size, packed=bool(parts), value_bits=bits))
+            size, bits = (sum(weight.sizes.values()), weight.entry.bits) if weight else (digest.nbytes, None)
+            sizes.append(MatrixSize(name, digest.shape, *dense, size, packed=weight is not None, value_bits=bits))
     return tuple(sorted(sizes, key=lambda matrix: matrix.name))
 
 

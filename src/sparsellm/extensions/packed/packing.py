@@ -181,13 +181,13 @@ def pack(
         settings |= {"values": values, "group_size": group_size, "scales": stamp(source.folder)}
         convert = partial(converted, source, path, packing.convert, size=packing.size)
         with convert(settings=settings, verb="packing", observe=observe) as work:
+            quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
+            write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             written = [work / target for target in source.targets()]
             sizes = matrix_sizes(written, digests, positive_zeros=positive_zeros)
             before, after = (sum(file.stat().st_size for file in files) for files in (source.files, written))
             skipped = tuple(copy_files(source, work).noted)
             result = Packed(form, before, after, sizes, skipped, rounded=values is not None, output=str(packed))
-            quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
-            write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             if (card := source.folder / CARD).is_file():
                 text = packed_card(card.read_text(encoding="utf-8"), result, pruned=bool(report.get("blocks")))
                 (work / CARD).write_text(text, encoding="utf-8")

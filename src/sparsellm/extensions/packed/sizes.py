@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
@@ -69,6 +70,12 @@ class Packed(Summarized, Section):
     output: str = ""
 
     @property
+    def size(self) -> str:
+        """The bytes of the packed weight files, and how many of the model's they are."""
+        percent = 100 * self.packed_bytes / max(self.dense_bytes, 1)
+        return f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}"
+
+    @property
     def description(self) -> str:
         """The form, and the integers of the quantized matrices, if there are any."""
         kinds = sorted({matrix.value_bits for matrix in self.packed if matrix.value_bits is not None})
@@ -87,15 +94,14 @@ class Packed(Summarized, Section):
     @property
     def bits(self) -> float:
         """Bits that a weight of the packed matrices takes, removed ones included."""
-        weights = sum(matrix.dense_bytes // _itemsize(matrix) for matrix in self.packed)
+        weights = sum(math.prod(matrix.shape) for matrix in self.packed)
         return 8 * sum(matrix.packed_bytes for matrix in self.packed) / max(weights, 1)
 
     def summary(self) -> dict[str, str]:
         """The sizes, what is packed and what stays dense, each in one line."""
-        percent = 100 * self.packed_bytes / max(self.dense_bytes, 1)
         return {
             "output": f"{PurePath(self.output).name}, {self.description}",
-            "size": f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}",
+            "size": self.size,
             "packed": f"{len(self.packed)} of {len(self.matrices)} matrices, {self.bits:.2f} bits a weight",
             "dense": ", ".join(matrix.name for matrix in self.dense[:3]) + (", …" if len(self.dense) > 3 else "")
             or "no matrix",
@@ -103,9 +109,7 @@ class Packed(Summarized, Section):
 
     def describe(self) -> str:
         """The sizes in one sentence, and the speed in another."""
-        percent = 100 * self.packed_bytes / max(self.dense_bytes, 1)
-        size = f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}"
-        text = f"Packed ({printable(self.form, 20)} form): {size}; {self.bits:.2f} bits a weight of the packed matrices."
+        text = f"Packed ({printable(self.form, 20)} form): {self.size}; {self.bits:.2f} bits a weight of the packed matrices."
         if self.bench is None:
             return text
         return f"{text} Decoding on {printable(self.bench.machine)}: {'. '.join(self.bench.describe())}."
@@ -153,8 +157,3 @@ class Unpacked(Summarized):
             "output": PurePath(self.output).name,
             "size": f"{human_bytes(self.dense_bytes)}, from {human_bytes(self.packed_bytes)}",
         }
-
-
-def _itemsize(matrix: MatrixSize) -> int:
-    """Bytes of a number of a matrix."""
-    return 4 if matrix.dtype == "float32" else 2

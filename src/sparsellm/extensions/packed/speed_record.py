@@ -8,8 +8,30 @@ from typing import Any
 
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.runtime.memory import human_bytes
+
+TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", "ceiling"
+"""Forms of a model: transformers with torch's products, with this package's for bfloat16, and packed. The ceiling is no form:
+it is the speed at which the dense weights are read from memory, and nothing else is done."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a form with a number of threads and of sequences.
+
+    Attributes:
+        form: Name of the form; `CEILING` for the ceiling.
+        threads: Threads of torch and of the kernels.
+        batch: Sequences that are decoded together.
+        decode: Tokens a second of all sequences together, one token of each at a time, with a cache of keys and values.
+        prefill: Tokens of the prompts a second; None for the ceiling.
+    """
+
+    form: str
+    threads: int
+    batch: int
+    decode: float
+    prefill: float | None
 
 
 @dataclass(frozen=True, repr=False)
