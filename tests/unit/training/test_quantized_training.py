@@ -14,7 +14,6 @@ from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, Scales, expand_groups, round_to_nearest
 from sparsellm.extensions.recover.training.distillation import adam_for
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
-from sparsellm.extensions.recover.training.memory import trained_bytes
 from sparsellm.extensions.recover.training.quantized_training import (
     LEAST_SCALE,
     QuantizedParameters,
@@ -23,6 +22,7 @@ from sparsellm.extensions.recover.training.quantized_training import (
     rounded_layers,
     store_scales,
 )
+from sparsellm.extensions.recover.training.trained_weights import trained_bytes
 from sparsellm.models.blocks import Block, blocks_of
 from tests.meter import Meter
 from tests.training import pruned_model

@@ -23,8 +23,7 @@ from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.training.block_training import refine_block
 from sparsellm.extensions.recover.training.distillation import RATES
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam, TrainingStore
-from sparsellm.extensions.recover.training.memory import trained_bytes
-from sparsellm.extensions.recover.training.trained_weights import Train, trained_names
+from sparsellm.extensions.recover.training.trained_weights import Train, trained_bytes, trained_names
 from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
@@ -86,13 +85,16 @@ class BlockRecovery:
     def needs_fisher(self) -> bool:
         return self.training.steps > 0
 
+    def trained_bytes(self, blocks: Sequence[Block]) -> int:
+        """Bytes for the training of the largest of these blocks."""
+        rank, rounded = self.training.rank or 0, bool(self.scales)
+        return trained_bytes(blocks, together=False, train=self.train, rank=rank, rounded=rounded)
+
     def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
         """Describe the memory that training a block takes. Raises TooLarge if the device has less."""
         blocks = opened.blocks
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-        rank, rounded = self.training.rank or 0, bool(self.scales)
-        needed = trained_bytes(blocks, together=False, train=self.train, rank=rank, rounded=rounded)
-        needed += 2 * 4 * windows.numel() * width  # two streams
+        needed = self.trained_bytes(blocks) + 2 * 4 * windows.numel() * width  # two streams
         check_fits(needed, opened.device, stage="Training a block", advice="Pass fewer `samples`.")
         return f"training a block takes {human_bytes(needed)}"
 

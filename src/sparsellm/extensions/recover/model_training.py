@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales
-from sparsellm.extensions.recover.outcome import why_not_recovered, why_unchanged
 from sparsellm.extensions.recover.recipe import SCOPE_STEPS, RecoveryRecipe
 from sparsellm.extensions.recover.training.distillation import Group, adam_for, distill, group_batches, last_states
 from sparsellm.extensions.recover.training.generation import AT_A_TIME, generate_samples
-from sparsellm.extensions.recover.training.memory import outside_bytes, predictions_bytes, trained_bytes, trained_numbers
-from sparsellm.extensions.recover.training.trained_weights import Train
-from sparsellm.methods import WHOLE_MODEL, BlockResult, BlockShapes, Memory, TrainingResult, planned_layers
+from sparsellm.extensions.recover.training.trained_weights import COPIES, Train, pruned_blocks, trained_bytes, trained_numbers
+from sparsellm.methods import WHOLE_MODEL, BlockResult, BlockShapes, Memory, TrainingResult
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head, outside_parameters
@@ -72,7 +70,7 @@ class ModelTraining:
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         batch_size: Largest number of sequences per batch; None for those of a step.
         changes_head: Whether the output head differs from the dense model's, as where an earlier recovery changed it.
-        why_unchanged: Says of a training of which no step lowered the loss why, and what to change.
+        has_steps: Whether the recipe has a field for the number of steps.
     """
 
     steps: int
@@ -83,7 +81,7 @@ class ModelTraining:
     targets: frozenset[str] | None = None
     batch_size: int | None = None
     changes_head: bool = False
-    why_unchanged: Callable[[TrainingResult], str] = field(default=why_unchanged, repr=False)
+    has_steps: bool = field(default=False, repr=False)
 
     on_dense: ClassVar[tuple[str, ...]] = (GENERATING, PREDICTING)
     stage: ClassVar[str] = TRAINING
@@ -106,7 +104,7 @@ class ModelTraining:
             targets=method.targets,
             batch_size=recipe.batch_size,
             changes_head=bool(method.outside),
-            why_unchanged=partial(why_not_recovered, recipe),
+            has_steps=True,
         )
 
     @property
@@ -129,12 +127,12 @@ class ModelTraining:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         batch_tokens = min(model_step(*windows.shape), self.batch_size or len(windows)) * windows.shape[1]
         tokens = windows.numel() + self.count_generated(*windows.shape) * windows.shape[1]
-        trained = trained_bytes(blocks, together=True, train=self.train, rank=self.rank, rounded=self.rounded)
-        if outside := self.numbers_outside(opened.skeleton):
-            trained += outside_bytes(outside, vocabulary * width)
-        return trained + predictions_bytes(
-            tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
-        )
+        trained: int = trained_bytes(blocks, together=True, train=self.train, rank=self.rank, rounded=self.rounded)
+        if outside := self.numbers_outside(opened.skeleton):  # with what they were, and a copy of the dense model's head
+            trained += 4 * ((COPIES + 1) * outside + vocabulary * width)
+        # The dense model's last states, three tensors of logits, and the blocks' inputs.
+        predictions: int = 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * len(blocks))
+        return trained + predictions
 
     def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
         """Describe the memory that the training takes. Raises TooLarge if the device has less."""
@@ -158,6 +156,19 @@ class ModelTraining:
         copies = whole - 4 * (blocks + outside) + self.memory_bytes(ready, ready.windows)
         peak = copies + 2 * batch * shapes.forward_bytes  # of the block whose activations are computed again
         yield TRAINING, Memory(peak, [], state_bytes(sum(trained_by_block(ready, self.train, self.rank)) + outside))
+
+    def why_unchanged(self, training: TrainingResult) -> str:
+        """Why no step of the training lowered its loss, and what to change."""
+        _, first, *_ = training.curve
+        best, default = min(point.held_out for point in training.curve[1:]), SCOPE_STEPS["model"]
+        losses = f"{training.before:.4g} before and at best {best:.4g} after"
+        reason = f"no step lowered the held-out loss, {losses}: the weights are unchanged"
+        if first.held_out > training.before and self.steps < default:
+            return (
+                f"{reason}. The learning rate was at its height after {first.step} of {self.steps} steps, the loss "
+                f"{first.held_out:.4g}, and too few steps with a low rate followed. Pass more `steps`, by default {default}"
+            )
+        return f"{reason}. Use more text, with more `samples`{', or more `steps`' if self.has_steps else ''}"
 
     def begin(self, run: Run[Any], loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None) -> Callable[[], None]:
         """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration ones.
@@ -238,7 +249,7 @@ def state_bytes(numbers: int) -> int:
 
 def trained_by_block(ready: Prepared, train: Train, rank: int) -> list[int]:
     """The trained numbers of each block that has pruned layers."""
-    return [trained_numbers(block, train, rank) for block in ready.blocks if planned_layers(block, ready.plan)]
+    return [trained_numbers(block, train, rank) for block in pruned_blocks(ready.blocks, ready.plan)]
 
 
 def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Memory:
