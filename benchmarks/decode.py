@@ -34,8 +34,8 @@ from sparsellm.extensions.integers.quantization import round_to_nearest
 from sparsellm.extensions.packed.formats import kernels
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.record import CEILING, KERNEL, TORCH
 from sparsellm.extensions.packed.speed import measure_speeds, sharing_copy, step_weights, weight_bytes, with_own_kernel
-from sparsellm.extensions.packed.speed_record import CEILING, KERNEL, TORCH
 
 FILES = sorted(MEASURED.glob("decode-*.json"), reverse=True)
 """A file for each instruction set."""

@@ -25,7 +25,7 @@ import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
 from sparsellm.extensions.packed import conversion
-from sparsellm.extensions.packed import documents as packed_documents
+from sparsellm.extensions.packed import conversion as packed_documents
 from sparsellm.extensions.packed.formats import weight_converter
 from sparsellm.extensions.packed.formats.packed_tensors import PackedWeight, packed_weights
 from tests.cli.test_bad_input import refused

@@ -20,7 +20,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.extensions.integers.scales_file import read_scales
-from sparsellm.extensions.packed import documents as packed_documents
+from sparsellm.extensions.packed import conversion as packed_documents
 from sparsellm.extensions.packed import packing
 from sparsellm.extensions.packed.formats.packed_tensors import packed_weights
 from tests.cli.conftest import OUTPUTS, same_bits, tensors_of

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sparsellm.extensions.packed import speed as decoding
 from sparsellm.extensions.packed.formats import kernel_library, kernels, linear
 from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH
 from sparsellm.extensions.packed.speed import measure_speeds, step_weights, unpacked, weight_bytes, with_own_kernel
-from sparsellm.extensions.packed.speed_record import CEILING, PACKED, TORCH
 
 READ = 1000
 """Bytes a second that the made-up memory delivers to a thread."""

@@ -9,8 +9,7 @@ from pathlib import Path, PurePath
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import InvalidSetting, VerificationFailed
-from sparsellm.extensions.packed.sizes import PACKING, Packed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import PACKING, Bench, Packed
 from sparsellm.outputs.folder import CARD
 from sparsellm.outputs.verification import Output, read_finished
 from sparsellm.texts.json_files import durable, strict_json

@@ -17,7 +17,7 @@ from sparsellm.cli.run_options import RunOptions
 from sparsellm.extensions.integers.formats import BITS_OF
 
 if TYPE_CHECKING:
-    from sparsellm.extensions.packed.sizes import Packed
+    from sparsellm.extensions.packed.record import Packed
 
 ToPack = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
 PackedOut = Annotated[str, typer.Argument(metavar="PACKED", help="Folder to write; must not exist.")]

@@ -28,8 +28,16 @@ from sparsellm.extensions.integers.scales_file import (
     write_scales,
 )
 from sparsellm.extensions.packed.card import dense_card, packed_card
-from sparsellm.extensions.packed.conversion import Observe, converted, finish
-from sparsellm.extensions.packed.documents import Source, copy_files, matrix_sizes, read_checked, report_of
+from sparsellm.extensions.packed.conversion import (
+    Observe,
+    Source,
+    converted,
+    copy_files,
+    finish,
+    matrix_sizes,
+    read_checked,
+    report_of,
+)
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 from sparsellm.extensions.packed.packed_files import (
@@ -41,7 +49,7 @@ from sparsellm.extensions.packed.packed_files import (
     is_packed,
     metadata_of,
 )
-from sparsellm.extensions.packed.sizes import Packed, Unpacked
+from sparsellm.extensions.packed.record import Packed, Unpacked
 from sparsellm.outputs.folder import CARD, is_finished
 from sparsellm.outputs.saving import check_output, claimed
 from sparsellm.outputs.verification import read_output, shape_difference

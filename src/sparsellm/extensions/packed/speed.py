@@ -22,7 +22,7 @@ from sparsellm.errors import InvalidSetting, dtype_name, plural
 from sparsellm.extensions.packed.formats import kernel_library, kernels
 from sparsellm.extensions.packed.formats.linear import DenseLinear, PackedLinear
 from sparsellm.extensions.packed.formats.packed_experts import PackedExperts, decode_layers
-from sparsellm.extensions.packed.speed_record import CEILING, KERNEL, PACKED, TORCH, Bench, Speed
+from sparsellm.extensions.packed.record import CEILING, KERNEL, PACKED, TORCH, Bench, Speed
 from sparsellm.models.contexts import eval_mode
 from sparsellm.models.experts import experts_of
 from sparsellm.outputs.fingerprint import environment

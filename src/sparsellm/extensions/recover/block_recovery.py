@@ -17,8 +17,8 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed, dtype_name
-from sparsellm.extensions.integers.layer_scales import layer_scales
 from sparsellm.extensions.integers.quantization import Scales
+from sparsellm.extensions.integers.scales_file import layer_scales
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.training.block_training import refine_block
 from sparsellm.extensions.recover.training.distillation import RATES

@@ -15,8 +15,8 @@ from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.extensions.packed.packing import pack
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench
 from sparsellm.extensions.packed.speed import measure_bench
-from sparsellm.extensions.packed.speed_record import CEILING, PACKED, TORCH, Bench
 from sparsellm.observers.events import (
     MEASURING,
     WRITING,
