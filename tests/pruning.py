@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from sparsellm.activations import walk as activations_walk
 from sparsellm.activations.sensitivity import output_fisher
 from sparsellm.activations.walk import Activations
 from sparsellm.extensions.recover.block_recovery import BlockRecovery
-from sparsellm.extensions.recover.run import recover_blocks
 from sparsellm.methods import BlockMethod, Plan, Step
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
@@ -42,10 +42,12 @@ def prune_blocks(
     compute: torch.dtype | None = None,
     **settings: Any,
 ) -> Iterator[Step]:
-    """`sparsellm.pipeline.sequential.prune_blocks`, or `recover_blocks`, with F if the method needs it."""
+    """`sparsellm.pipeline.sequential.prune_blocks`, or the same for a recovery, with F if the method needs it."""
     fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
     one = loaded(model, compute, **fields)
     if method.needs_fisher and plan and "fisher" not in settings:
         settings["fisher"] = output_fisher(one, batches)
-    change = recover_blocks if isinstance(method, BlockRecovery) else sequential.prune_blocks
-    yield from change(one, batches, method, plan, **settings)  # type: ignore[operator]
+    if isinstance(method, BlockRecovery):
+        yield from sequential.visit_blocks(one, batches, method, plan, steps=partial(method.steps, plan), **settings)
+    else:
+        yield from sequential.prune_blocks(one, batches, method, plan, **settings)

@@ -377,7 +377,7 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, A
         "AWQ",
         lambda stored: stored.pop(DOWN.replace("weight", "qzeros")),
         {},
-        r"down_proj.weight has numbers .* and other zero points, which is not AWQ int4",
+        r"down_proj.weight has numbers .* and other zero points or groups, which is not AWQ int4",
     ),
     "scales of activations of AWQ": (
         "AWQ",

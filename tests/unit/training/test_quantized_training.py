@@ -183,7 +183,7 @@ def test_memory_is_what_is_said() -> None:
     with Meter() as meter:
         meter.hold([*parameters.values(), *(layer.quantized.integers for layer in layers)])
         MaskedAdam(3, 1e-3).run(parameters, {}, loss, groups=4, seed=0, rounded=layers)
-    assert meter.peak["cpu"] == pytest.approx(trained_bytes([block], together=True, rounded=True), rel=0.1)
+    assert meter.peak["cpu"] == pytest.approx(trained_bytes(block, rounded=True), rel=0.1)
 
 
 def test_other_parameters_keep_their_masks() -> None:

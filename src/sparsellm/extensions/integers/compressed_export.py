@@ -323,15 +323,16 @@ def _quantization_config(schemes: Mapping[str, IntegerFormat], ignored: Iterable
     targets: dict[IntegerFormat, list[str]] = {}
     for path, scheme in schemes.items():
         targets.setdefault(scheme, []).append(path)
-    groups = {
-        f"group_{number}": {
+    groups = {}
+    for number, (scheme, paths) in enumerate(targets.items()):
+        size = scheme.group_size
+        group = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+        groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(targets) == 1 else paths,
-            "weights": _weights(scheme),
+            "weights": {"num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, **group},
             "input_activations": None,
             "output_activations": None,
         }
-        for number, (scheme, paths) in enumerate(targets.items())
-    }
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -339,13 +340,6 @@ def _quantization_config(schemes: Mapping[str, IntegerFormat], ignored: Iterable
         "config_groups": groups,
         "ignore": list(ignored),
     }
-
-
-def _weights(scheme: IntegerFormat) -> dict[str, Any]:
-    """The `weights` of an entry of `config_groups`."""
-    size = scheme.group_size
-    group = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
-    return {"num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, **group}
 
 
 def _write_card(file: Path, text: str) -> None:

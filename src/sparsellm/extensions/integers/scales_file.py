@@ -132,10 +132,23 @@ class ScalesFile:
 
     @staticmethod
     def write(folder: Path, model: PreTrainedModel, report: Report) -> str:
-        """Write it, and note weights that share a tensor with others, or are stored in pieces; `pack` rounds them no more."""
+        """Write it, and note weights that share a tensor with layers of another format, or are stored in pieces.
+
+        `pack` stores these as other numbers.
+        """
         formats = {x.name: format for x in report.layers if (format := IntegerFormat.of(x))}
         scales = {name: x for block in report.blocks for name, x in block.scales.items() if name in formats}
-        left_out = _save_scales(folder, model, scales, formats) if scales else []
+        if not scales:
+            return ""
+        stored, left_out, written = StoredTensors(folder, model), [], {}
+        for parameter, layers in layers_by_parameter(model, scales).items():
+            rounded = [name for name in (block.full_name(name) for block, name in layers) if name in scales]
+            location, found = stored.files.get(parameter), {formats[name] for name in rounded}
+            if len(found) == 1 and len(rounded) == len(layers) and isinstance(location, TensorLocation):
+                written[location.key] = _of_parameter(layers, stored[parameter].shape, scales, found.pop())
+            elif rounded:
+                left_out.append(parameter)
+        write_scales(folder, written)
         if not left_out:
             return ""
         return (
@@ -147,34 +160,6 @@ class ScalesFile:
     def formats(folder: Path) -> dict[str, IntegerFormat]:
         """The formats of the weights by their stored names."""
         return {name: x.format for name, x in read_scales(folder).items()}
-
-
-def _save_scales(
-    folder: Path, model: PreTrainedModel, scales: Mapping[str, Tensor], formats: Mapping[str, IntegerFormat]
-) -> list[str]:
-    """Write the side file of a checkpoint that was just written.
-
-    Args:
-        folder: The folder of the checkpoint.
-        model: The pruned model, or a skeleton that gives the names of its parameters.
-        scales: By full name of a layer, its scales, (out, groups).
-        formats: By full name, the format that the layer was rounded to.
-
-    Returns:
-        Names of parameters whose scales cannot be written, since their layers were not all rounded alike, or are stored in
-        pieces; `pack` stores their weights as other numbers.
-    """
-    stored, left_out, written = StoredTensors(folder, model), [], {}
-    for parameter, layers in layers_by_parameter(model, scales).items():
-        rounded = [(block, name) for block, name in layers if block.full_name(name) in scales]
-        location = stored.files.get(parameter)
-        found = {formats[block.full_name(name)] for block, name in rounded}
-        if len(found) == 1 and len(rounded) == len(layers) and isinstance(location, TensorLocation):
-            written[location.key] = _of_parameter(layers, stored[parameter].shape, scales, found.pop())
-        elif rounded:
-            left_out.append(parameter)
-    write_scales(folder, written)
-    return left_out
 
 
 def layer_scales(folder: Path, model: PreTrainedModel, pruned: Collection[str]) -> tuple[dict[str, Scales], list[str]]:

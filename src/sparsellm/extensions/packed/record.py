@@ -227,7 +227,7 @@ class Packed(Summarized, Section):
     @classmethod
     def from_dict(cls, data: Any) -> Packed:
         """Read plain data. Raises pydantic's ValidationError."""
-        return PACKED_SIZES.validate_python(data)
+        return TypeAdapter(cls).validate_python(data)
 
     @classmethod
     def of(cls, report: Report) -> Packed | None:
@@ -243,8 +243,6 @@ class Packed(Summarized, Section):
 
 PACKING = "packing"
 """Name of the section of a report that has the sizes."""
-
-PACKED_SIZES = TypeAdapter(Packed)
 
 
 @dataclass(frozen=True, repr=False)

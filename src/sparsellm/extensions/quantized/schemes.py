@@ -371,7 +371,7 @@ class GPTQ(Scheme):
         is_listed = "g_idx" not in parts or parts["g_idx"].shape == shape[:1]
         zeros_shape = (*scales.shape[:1], -(-scales.shape[-1] * self.bits // WORD_BITS)) if are_matrices else ()
         if size is None or scales.shape[1] != shape[1] or not is_listed or zeros is None or zeros.shape != zeros_shape:
-            raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)} and other groups or zero points")
+            raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)} and other zero points or groups")
         return Layout(shape, self.bits, (size, 1), "integers")
 
     def _shape(self, rows: int, columns: int) -> tuple[int, int]:

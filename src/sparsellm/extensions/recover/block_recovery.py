@@ -24,7 +24,7 @@ from sparsellm.extensions.recover.training.block_training import refine_block
 from sparsellm.extensions.recover.training.distillation import RATES
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam, TrainingStore
 from sparsellm.extensions.recover.training.trained_weights import Train, trained_bytes, trained_names
-from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
+from sparsellm.methods import LayerResult, Plan, Step, TrainingResult, planned_layers
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.outputs.fingerprint import WEIGHT_ENDINGS, changed_input, run_inputs
@@ -32,6 +32,7 @@ from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import PrunedReport
 from sparsellm.outputs.verification import Output, read_finished, verify
 from sparsellm.pipeline.loading import OpenedModel
+from sparsellm.pipeline.sequential import block_steps
 from sparsellm.recipes.file import validated
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.selection import layer_names, matching, unmatched
@@ -88,7 +89,7 @@ class BlockRecovery:
     def trained_bytes(self, blocks: Sequence[Block]) -> int:
         """Bytes for the training of the largest of these blocks."""
         rank, rounded = self.training.rank or 0, bool(self.scales)
-        return trained_bytes(blocks, together=False, train=self.train, rank=rank, rounded=rounded)
+        return max((trained_bytes(block, train=self.train, rank=rank, rounded=rounded) for block in blocks), default=0)
 
     def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
         """Describe the memory that training a block takes. Raises TooLarge if the device has less."""
@@ -108,6 +109,10 @@ class BlockRecovery:
             return
         for name, tensor in tensors.items():
             loaded.model.get_parameter(name).copy_(tensor)
+
+    def steps(self, plan: Plan, block: Block, inputs: Activations) -> Iterator[Step]:
+        """Recover a block in place, and yield the results, as `sparsellm.pipeline.sequential.block_steps`."""
+        return block_steps(block, self.recover(block, inputs, plan), plan)
 
     def recover(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | TrainingResult]:
         """Recover a block in place: the result of its training, if it is trained, then those of its layers."""

@@ -21,7 +21,7 @@ from sparsellm.methods import WHOLE_MODEL, BlockResult, BlockShapes, Memory, Tra
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head, outside_parameters
-from sparsellm.observers.events import Advance, add_note, run_stage
+from sparsellm.observers.events import add_note, run_stage
 from sparsellm.outputs.journal import TRAINING_STATE, Journal
 from sparsellm.pipeline.loading import OpenedModel, Placement
 from sparsellm.pipeline.preparation import Prepared
@@ -127,7 +127,7 @@ class ModelTraining:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         batch_tokens = min(model_step(*windows.shape), self.batch_size or len(windows)) * windows.shape[1]
         tokens = windows.numel() + self.count_generated(*windows.shape) * windows.shape[1]
-        trained: int = trained_bytes(blocks, together=True, train=self.train, rank=self.rank, rounded=self.rounded)
+        trained = sum(trained_bytes(x, train=self.train, rank=self.rank, rounded=self.rounded) for x in blocks)
         if outside := self.numbers_outside(opened.skeleton):  # with what they were, and a copy of the dense model's head
             trained += 4 * ((COPIES + 1) * outside + vocabulary * width)
         # The dense model's last states, three tensors of logits, and the blocks' inputs.
@@ -180,17 +180,34 @@ class ModelTraining:
         copies_head = self.changes_head or self.trains_outside or blocks_and_head(loaded.model, run.ready.plan)[-1].is_head
         with run_stage(GENERATING, report, observer, unit="sequence") as advance:
             count = self.count_generated(*windows.shape)
-            generated = cached_samples(loaded, windows, count, seed=run.ready.recipe.seed, cache=cache, advance=advance)
+            seed = run.ready.recipe.seed
+            name = f"generated-{count}-{len(windows)}-{seed}"
+            stored = cache.tensors(name) if cache else None
+            if stored is None:
+                new = generate_samples(loaded.model, windows, count, seed=seed, compute=loaded.compute, progress=advance)
+                stored = {"x": new.contiguous()}
+                if cache:
+                    cache.store_tensors(name, stored)
+            generated = stored["x"]
         per_step = model_step(*windows.shape)
         groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
         with run_stage(PREDICTING, report, observer) as advance:
             states = last_states(loaded.model, groups, loaded.compute)
             head = copy.deepcopy(loaded.model.get_output_embeddings()) if copies_head else None
             advance(1, 1)
-        return partial(self._train, run, loaded, _Data(groups, states, held_out, head))
+        return partial(self._train, run, loaded, groups=groups, states=states, held_out=held_out, head=head)
 
-    def _train(self, run: Run[Any], loaded: LoadedModel, data: _Data) -> None:
-        """Train the model toward the dense one's data."""
+    def _train(
+        self,
+        run: Run[Any],
+        loaded: LoadedModel,
+        *,
+        groups: Sequence[Group],
+        states: Sequence[Group],
+        held_out: int,
+        head: nn.Module | None,
+    ) -> None:
+        """Train the model toward the dense one, as `distill` with these arguments."""
         report, observer, plan = run.report, run.observer, run.ready.plan
         blocks = blocks_and_head(loaded.model, plan)
         scales = {
@@ -203,8 +220,8 @@ class ModelTraining:
         with run_stage(TRAINING, report, observer, unit="step") as advance:
             result, changed = distill(
                 loaded.model,
-                data.groups,
-                data.states,
+                groups,
+                states,
                 plan=plan,
                 adam=adam,
                 train=self.train,
@@ -214,8 +231,8 @@ class ModelTraining:
                 outside=self.trains_outside,
                 progress=advance,
                 store=JournalStore(run.journal).begin(WHOLE_MODEL) if run.journal else None,
-                head=data.head,
-                held_out=data.held_out,
+                head=head,
+                held_out=held_out,
             )
             report.blocks = [_update_zeros(block, blocks[block.index]) for block in report.blocks]
             report.add_changes(changed)
@@ -225,16 +242,6 @@ class ModelTraining:
         elif result.steps == 0 and result.curve:
             add_note(f"{TRAINING}: {self.why_unchanged(result)}", report, observer)
         report.recovered = result
-
-
-@dataclass(frozen=True, eq=False)
-class _Data:
-    """The arguments of `distill` that are made with the dense model."""
-
-    groups: list[Group]
-    states: list[Group]
-    held_out: int
-    head: nn.Module | None
 
 
 def model_step(samples: int, length: int) -> int:
@@ -259,20 +266,6 @@ def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Mem
     cached = 2 * 4 * ready.length / 2 * config.hidden_size * len(ready.blocks)  # keys and values, on average
     peak = placement.model * max(4, stored) / stored + min(count, AT_A_TIME) * (2 * cached + 12 * config.vocab_size)
     return Memory(peak, [])
-
-
-def cached_samples(
-    loaded: LoadedModel, windows: Tensor, count: int, *, seed: int, cache: Journal | None, advance: Advance
-) -> Tensor:
-    """Sequences that the dense model generates, (count, seq), from the cache or computed and stored there."""
-    name = f"generated-{count}-{len(windows)}-{seed}"
-    stored = cache.tensors(name) if cache else None
-    if stored is not None:
-        return stored["x"]
-    generated = generate_samples(loaded.model, windows, count, seed=seed, compute=loaded.compute, progress=advance)
-    if cache:
-        cache.store_tensors(name, {"x": generated.contiguous()})
-    return generated
 
 
 class JournalStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -11,30 +11,27 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.evaluation.perplexity import measure_perplexity
-from sparsellm.extensions.recover.block_recovery import BlockRecovery, recovery_plan
+from sparsellm.extensions.recover.block_recovery import recovery_plan
 from sparsellm.extensions.recover.model_training import JournalStore
 from sparsellm.extensions.recover.preparation import MEASURING_CHECKPOINT, PreparedRecovery, fit_to_disk, prepare_recovery
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.training.trained_weights import pruned_blocks
-from sparsellm.methods import BlockResult, Plan, Step
-from sparsellm.models.blocks import Block
+from sparsellm.methods import BlockResult
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.observers.events import OPENING, READING_TEXTS, Observer, add_note, run_stage
 from sparsellm.outputs.fingerprint import check_inputs
-from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result
 from sparsellm.outputs.verification import changed_before
 from sparsellm.pipeline.dense_results import estimate_fisher
 from sparsellm.pipeline.loading import check_runs, load_model, open_model
 from sparsellm.pipeline.run import Run, RunArguments, recorded
-from sparsellm.pipeline.sequential import block_steps, visit_blocks
+from sparsellm.pipeline.sequential import visit_blocks
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.texts.in_memory import Given
 from sparsellm.texts.padding import token_digest
@@ -131,7 +128,8 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
         method = replace(method, store=JournalStore(journal).begin)
     visited = len(pruned_blocks(blocks, plan))
     with run_stage(ready.recipe.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
-        for step in recover_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):
+        change = partial(method.steps, plan)
+        for step in visit_blocks(loaded, batches, method, plan, steps=change, fisher=fisher, journal=journal, progress=advance):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
@@ -140,27 +138,3 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
         report.changed_outside = method.outside
     for finish in finishing:
         finish()
-
-
-def recover_blocks(
-    loaded: LoadedModel,
-    batches: Sequence[Tensor],
-    recovery: BlockRecovery,
-    plan: Plan,
-    *,
-    fisher: Sequence[Tensor] = (),
-    journal: Journal | None = None,
-    progress: Callable[[float, int], None] = lambda *_: None,
-) -> Iterator[Step]:
-    """Recover the blocks that have planned layers in place, and yield the results as `prune_blocks` does.
-
-    Args:
-        loaded: The dense model.
-        plan: The pattern of each pruned layer, by full name.
-        fisher: As for `prune_blocks`, like `batches`, `journal` and `progress`.
-    """
-
-    def steps(block: Block, inputs: Activations) -> Iterator[Step]:
-        return block_steps(block, recovery.recover(block, inputs, plan), plan)
-
-    return visit_blocks(loaded, batches, recovery, plan, steps=steps, fisher=fisher, journal=journal, progress=progress)

@@ -131,10 +131,8 @@ def is_faster(tokens: int, dtype: torch.dtype) -> bool:
         dtype: Dtype of the packed values and of the tokens.
     """
 
-    def make(library: Library, tokens: int) -> tuple[Computation, Computation]:
-        x, weight = _drawn(dtype, tokens)
-        by_torch, by_kernel = partial(_multiply_tiles, x, weight, None), partial(_call_packed, library, x, weight)
-        return by_torch, partial(by_kernel, torch.get_num_threads())
+    def make(library: Library, x: Tensor, weight: Bitmask) -> tuple[Computation, Computation]:
+        return partial(_multiply_tiles, x, weight, None), partial(_call_packed, library, x, weight, torch.get_num_threads())
 
     return _is_faster("packed products", tokens, make, counts=PACKED_TOKENS, dtype=dtype)
 
@@ -146,11 +144,10 @@ def is_faster_dense(tokens: int) -> bool:
     single token, so that this may hold for more tokens and not for one.
     """
 
-    def make(library: Library, tokens: int) -> tuple[Computation, Computation]:
-        x, packed = _drawn(torch.bfloat16, tokens)
+    def make(library: Library, x: Tensor, packed: Bitmask) -> tuple[Computation, Computation]:
         weight = packed.to_dense()
-        by_torch, by_kernel = partial(torch.nn.functional.linear, x, weight), partial(_call_dense, library, x, weight)
-        return by_torch, partial(by_kernel, torch.get_num_threads())
+        by_torch = partial(torch.nn.functional.linear, x, weight)
+        return by_torch, partial(_call_dense, library, x, weight, torch.get_num_threads())
 
     return _is_faster("dense products", tokens, make, counts=DENSE_TOKENS, dtype=torch.bfloat16)
 
@@ -158,7 +155,7 @@ def is_faster_dense(tokens: int) -> bool:
 def _is_faster(
     kind: str,
     tokens: int,
-    make: Callable[[Library, int], tuple[Computation, Computation]],
+    make: Callable[[Library, Tensor, Bitmask], tuple[Computation, Computation]],
     *,
     counts: tuple[int, ...],
     dtype: torch.dtype,
@@ -168,7 +165,7 @@ def _is_faster(
     if library is None or tokens > counts[-1]:
         return False
     count = next(count for count in counts if count >= tokens)
-    return speedup(_comparison(kind, count, dtype, instruction_set()), partial(make, library, count)) >= 1
+    return speedup(_comparison(kind, count, dtype, instruction_set()), lambda: make(library, *_drawn(dtype, count))) >= 1
 
 
 @cache

@@ -15,7 +15,7 @@ from sparsellm.checkpoints.headers import stored_weights
 from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.errors import BadCheckpoint, dtype_name
 from sparsellm.extensions.integers.formats import IntegerFormat, mask_bits
-from sparsellm.extensions.integers.quantization import Scales
+from sparsellm.extensions.integers.quantization import Quantized, Scales
 from sparsellm.extensions.packed.formats import kernels
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
@@ -81,21 +81,22 @@ def dense_tensor(matrix: Bitmask, entry: PackedEntry) -> Tensor:
 
 
 def pack_quantized(
-    name: str, matrix: Bitmask, entry: PackedEntry, archive: bool = False
+    name: str, weight: Quantized, entry: PackedEntry, archive: bool = False
 ) -> tuple[dict[str, Tensor], PackedEntry]:
-    """Encode a quantized matrix.
+    """Encode the integers and scales of a tensor.
 
     Args:
-        name: The name of its tensor.
-        matrix: The matrix.
-        entry: What there is to say of the tensor, without the digest.
+        name: The name of the tensor.
+        weight: The matrix.
+        entry: The shape and dtype of the tensor, and whether the matrix is its transpose.
         archive: Compress further.
 
     Returns:
-        The parts by the names under which they are stored, and the entry with the digest.
+        The parts by the names under which they are stored, and the entry of the tensor as it is rounded.
     """
-    dense = dense_tensor(matrix, entry)
-    described = PackedEntry.of(dense, entry.integers, transposed=entry.transposed)
+    # A kept weight that is rounded to 0 is removed: with an integer it would be the same number in more bits.
+    matrix = Bitmask.from_quantized(weight, weight.integers != 0)
+    described = PackedEntry.of(dense_tensor(matrix, entry), weight.format, transposed=entry.transposed)
     return encode_tensor(name, matrix, archive), described
 
 
@@ -115,8 +116,7 @@ def pack_again(name: str, tensor: Tensor, entry: PackedEntry, scales: Tensor | N
         stored = tensor.to(getattr(torch, entry.dtype))
         exact = Scales(scales, entry.integers).quantized(entry.matrix_of(stored))
         if exact is not None and bool((stored == tensor).all()):
-            matrix = Bitmask.from_quantized(exact, exact.integers != 0)
-            return pack_quantized(name, matrix, replace(entry, dtype=dtype_name(tensor.dtype)))
+            return pack_quantized(name, exact, replace(entry, dtype=dtype_name(tensor.dtype)))
     return encode_tensor(name, tensor), PackedEntry.of(tensor)
 
 

@@ -191,8 +191,12 @@ def plan_conversion(
         pattern = pieces[0][1]
         target = LoadTarget(name, tuple(pieces), state[name].dtype, converter=by_pattern[pattern] if pattern else None)
         if len(pieces) == 1 and pattern is None:
-            _check_shape(name, packed[pieces[0][0]], tuple(state[name].shape))
-            target = _replace_linear(model, target, packed[pieces[0][0]])
+            weight, shape = packed[pieces[0][0]], tuple(state[name].shape)
+            if weight.shape != shape:
+                raise BadCheckpoint(
+                    f"{name} is {weight.shape}, but config.json calls for {shape}. It may belong to another model."
+                )
+            target = _replace_linear(model, target, weight)
         targets[target.name] = target
     targets = _replace_experts(model, targets, packed)
     for target in targets.values():
@@ -251,14 +255,6 @@ def _check_names(
                 f"The weight files hold {key[:200]}, which would replace what is decoded for the packed layer "
                 f"{name.rpartition('.')[0]}. Remove it from them, or get a sound copy of the checkpoint."
             )
-
-
-def _check_shape(name: str, packed: PackedWeight, shape: tuple[int, ...]) -> None:
-    """Raise BadCheckpoint for a packed weight of another shape than the model's, before it is decoded."""
-    if packed.entry.shape != shape:
-        raise BadCheckpoint(
-            f"{name} is {packed.entry.shape}, but config.json calls for {shape}. It may belong to another model."
-        )
 
 
 def _replace_experts(

@@ -137,20 +137,12 @@ def pruned_blocks(blocks: Iterable[Block], plan: Plan) -> list[Block]:
     return [block for block in blocks if any(block.full_name(name) in plan for name in block.layers)]
 
 
-def trained_bytes(
-    blocks: Sequence[Block], together: bool, *, train: Train = "full", rank: int = 0, rounded: bool = False
-) -> int:
-    """Bytes for the training of the largest block, or of all blocks at once if `together`.
+def trained_bytes(block: Block, *, train: Train = "full", rank: int = 0, rounded: bool = False) -> int:
+    """Bytes for the training of a block; its other parameters, which are cast to float32, are counted too.
 
     Args:
         rounded: Whether weights are integers times scales.
     """
-    sizes = [_trained_bytes(block, train, rank, rounded) for block in blocks]
-    return sum(sizes) if together else max(sizes, default=0)
-
-
-def _trained_bytes(block: Block, train: Train, rank: int, rounded: bool) -> int:
-    """Bytes for the training of a block; its other parameters, which are cast to float32, are counted too."""
     total = sum(tensor.numel() for tensor in block.module.parameters())
     trained = trained_numbers(block, train, rank)
     if train == "full":
