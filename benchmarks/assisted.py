@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.extensions.packed.decoding_speed import KERNEL, TORCH
+from sparsellm.extensions.packed.record import KERNEL, TORCH
 from sparsellm.texts.texts import read_text
 
 FILE = MEASURED / "assisted.json"

@@ -31,19 +31,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from sparsellm.extensions.integers.formats import BITS_OF, IntegerFormat
 from sparsellm.extensions.integers.quantization import round_to_nearest
-from sparsellm.extensions.packed.decoding_speed import (
-    CEILING,
-    KERNEL,
-    TORCH,
-    measure_speeds,
-    sharing_copy,
-    step_weights,
-    weight_bytes,
-    with_own_kernel,
-)
 from sparsellm.extensions.packed.formats import kernels
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.record import CEILING, KERNEL, TORCH
+from sparsellm.extensions.packed.speed import measure_speeds, sharing_copy, step_weights, weight_bytes, with_own_kernel
 
 FILES = sorted(MEASURED.glob("decode-*.json"), reverse=True)
 """A file for each instruction set."""

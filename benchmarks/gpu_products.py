@@ -27,10 +27,10 @@ from transformers import PreTrainedConfig
 
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import round_to_nearest
-from sparsellm.extensions.packed.decoding_speed import TORCH
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.csr_triton import CompressedRows, csr_matmul
 from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.record import TORCH
 from sparsellm.runtime.devices import synchronize
 from sparsellm.solvers.patterns import parse_pattern
 

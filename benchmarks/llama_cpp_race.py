@@ -13,8 +13,8 @@ import gguf_models
 import torch
 from torch import Tensor
 
-from sparsellm.extensions.packed.decoding_speed import step_weights
-from sparsellm.extensions.packed.formats import memory_reads
+from sparsellm.extensions.packed.formats import kernel_library
+from sparsellm.extensions.packed.speed import step_weights
 
 ROUNDS = 5
 
@@ -70,7 +70,7 @@ def decode(
             if llama_cpp.llama_decode(context, step):
                 raise RuntimeError("llama.cpp could not decode")
         seconds.append(time.perf_counter() - started)
-        reads.append(sum(memory_reads.read_seconds(weights) for _ in range(tokens)))
+        reads.append(sum(kernel_library.read_seconds(weights) for _ in range(tokens)))
     llama_cpp.llama_batch_free(step)
     llama_cpp.llama_free(context)
     return median(seconds[1:]), median(reads[1:])

@@ -27,10 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsellm.extensions.integers.formats import BITS_OF
-from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
-from sparsellm.extensions.packed.packing import NearestIntegers, quantize
+from sparsellm.extensions.packed.packing import NearestIntegers
 from sparsellm.outputs.report import load_report
 
 FILE = MEASURED / "packing.json"
@@ -136,10 +135,10 @@ def speeds(weight: Tensor) -> dict[str, float]:
 def quantized_bits(weights: Mapping[str, Tensor], values: str) -> dict[str, float]:
     """Bits a weight of both forms with integers of few bits, of the formula, and of integers for kept weights that became 0."""
     total, count = dict.fromkeys(("plain", "archive", "formula", "with zeros"), 0.0), 0
-    for name, weight in weights.items():
-        matrix, _ = quantize(name, weight, NearestIntegers(values, None))
+    for weight in weights.values():
+        rounded = NearestIntegers(values, None).quantized(weight)
+        matrix = Bitmask.from_quantized(rounded, rounded.integers != 0)
         parts = {form: encode(matrix, form == "archive") for form in ("plain", "archive")}
-        rounded = Quantized(matrix.to_integers(), matrix.scales, matrix.format)
         parts["with zeros"] = encode(Bitmask.from_quantized(rounded, weight != 0))
         for form, stored in parts.items():
             total[form] += 8 * sum(part.numel() for part in stored.values())

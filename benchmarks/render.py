@@ -41,7 +41,7 @@ import tokens
 import width
 from measuring import MEASURED, ROOT, markdown_table
 
-from sparsellm.extensions.packed.decoding_speed import PACKED, TORCH
+from sparsellm.extensions.packed.record import PACKED, TORCH
 from sparsellm.observers.display import with_standard_error
 from sparsellm.runtime.memory import human_bytes
 

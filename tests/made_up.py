@@ -15,9 +15,7 @@ from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.evaluation.differences import Parts
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
-from sparsellm.extensions.packed.sizes import MatrixSize, Packed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench, MatrixSize, Packed, Speed
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.studies.search_result import Point, SearchResult
 from sparsellm.extensions.studies.sweep_file import read_sweep

@@ -39,8 +39,8 @@ from sparsellm.extensions.integers.quantization import Quantized
 from sparsellm.extensions.packed.formats import kernels
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.linear import PackedLinear
-from sparsellm.extensions.packed.formats.packed_checkpoint import PackedTensor, read_packed
-from sparsellm.extensions.packed.packed_files import packed_entries
+from sparsellm.extensions.packed.formats.packed_tensors import PackedWeight, decode_matrix, packed_weights
+from sparsellm.extensions.packed.formats.weight_converter import packed_layer
 from sparsellm.runtime import native
 from tests.fuzzing import TooSlow, limited
 from tests.meter import start_peak, status_of
@@ -178,8 +178,8 @@ def digest(base: Base) -> None:
     """Read every tensor, as `verify` and `unpack` do."""
     digests = tensor_digests(base.file)
     sound = base.weights.entries
-    for key, entry in packed_entries(base.file).items():
-        if key in sound and entry.sha256 == sound[key]["sha256"] and digests[key].digest != base.digests[key].digest:
+    for key, weight in packed_weights(base.file).items():
+        if key in sound and weight.entry.sha256 == sound[key]["sha256"] and digests[key].digest != base.digests[key].digest:
             raise Wrong(key)
 
 
@@ -278,10 +278,11 @@ def call_kernels(weights: list[Bitmask], random: Random) -> None:
     elif wrong == "bias" and bias is not None:
         bias = random.choice(kinds)(bias)
     if random.random() < 0.6:
-        group_size = weight.format.group_size if weight.format else 0
-        parts = weight.mask, weight.values, weight.row_starts
-        function = random.choice((kernels.packed_linear, torch.ops.sparsellm.packed_linear))
-        result = function(x, *parts, columns=columns, scales=weight.scales, group_size=group_size, bias=bias)
+        result = kernels.packed_matmul(x, weight, bias)
+        if random.random() < 0.5:
+            options = {"scales": weight.scales, "group_size": weight.format.group_size if weight.format else 0, "bias": bias}
+            parts = weight.mask, weight.values, weight.row_starts
+            result = torch.ops.sparsellm.packed_linear(x, *parts, columns=columns, **options)
         compare(result, x, dense, bias, weight.format is not None)
         return
     start, stop = sorted(random.choices(range(rows + 1), k=2))
@@ -306,26 +307,26 @@ def compare(result: Tensor, x: Tensor, dense: Tensor, bias: Tensor | None, quant
 
 def run_layers(base: Base, changed: Weights) -> None:
     """Decode packed tensors by what the file says of them, which is compared with no model, and compute with them."""
-    packed, _ = read_packed([base.file])
+    packed = packed_weights(base.file)
     stored = locate_all(base.file)
     content = base.file.read_bytes()
     sound = base.weights
     different = [key for key, entry in changed.tensors.items() if sound.tensors.get(key) != entry]
-    keys = [key for key in packed if any(part in different for part in packed[key].parts.values())] or list(packed)[:1]
+    keys = [key for key in packed if any(name in different for _, name in packed[key].parts.values())] or list(packed)[:1]
     for key in keys:
         parts = {}
-        for name in packed[key].parts.values():
+        for part, (_, name) in packed[key].parts.items():
             header, at = stored[name]
-            part = torch.frombuffer(bytearray(content[at : at + header.nbytes] or b"\0"), dtype=torch.uint8)[: header.nbytes]
-            parts[name] = part if header.dtype == "uint8" and len(header.shape) == 1 else part[None].float()
-        run_layer(packed[key], packed[key].decode(parts))
+            read = torch.frombuffer(bytearray(content[at : at + header.nbytes] or b"\0"), dtype=torch.uint8)[: header.nbytes]
+            parts[part] = read if header.dtype == "uint8" and len(header.shape) == 1 else read[None].float()
+        run_layer(packed[key], decode_matrix(parts, packed[key].entry))
 
 
-def run_layer(tensor: PackedTensor, matrix: Bitmask) -> None:
+def run_layer(weight: PackedWeight, matrix: Bitmask) -> None:
     """Compute with a matrix as a layer does, which is built as for transformers."""
     if matrix.shape[1] > 2**12:
         return
-    layer = PackedTensor(replace(tensor.entry, shape=matrix.shape), tensor.parts, tensor.size).layer(dtype=torch.float32)
+    layer = packed_layer(replace(weight, entry=replace(weight.entry, shape=matrix.shape)), dtype=torch.float32)
     for name in layer.running:
         setattr(layer, name, getattr(matrix, name))
     for tokens in (1, 20):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,14 +44,12 @@ def prune_blocks(
     compute: torch.dtype | None = None,
     **settings: Any,
 ) -> Iterator[Step]:
-    """`sparsellm.pipeline.sequential.prune_blocks`, or `recover_blocks`, with F if the method needs it."""
+    """`sparsellm.pipeline.sequential.prune_blocks`, or the same for a recovery, with F if the method needs it."""
     fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
     one = loaded(model, compute, **fields)
     if method.needs_fisher and plan and "fisher" not in settings:
         settings["fisher"] = output_fisher(one, batches)
-    change: Any = sequential.prune_blocks
-    if not isinstance(method, BlockMethod):
-        from sparsellm.extensions.recover.run import recover_blocks
-
-        change = recover_blocks
-    yield from change(one, batches, method, plan, **settings)
+    if isinstance(method, BlockMethod):
+        yield from sequential.prune_blocks(one, batches, method, plan, **settings)
+    else:
+        yield from sequential.visit_blocks(one, batches, method, plan, steps=partial(method.steps, plan), **settings)

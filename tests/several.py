@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,13 +22,13 @@ from sparsellm.evaluation.perplexity import token_perplexity as perplexity
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.block_recovery import BlockRecovery
-from sparsellm.extensions.recover.run import recover_blocks
 from sparsellm.extensions.recover.training.distillation import distill, group_batches, last_states
 from sparsellm.extensions.recover.training.generation import generate_samples
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
 from sparsellm.methods import LAYER_RESULT
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.outputs.saving import Result
+from sparsellm.pipeline.sequential import visit_blocks
 from sparsellm.runtime import collectives, devices, process_group
 from sparsellm.texts.padding import split_batches
 
@@ -89,7 +90,7 @@ def recovered(name: str, result: Result, whole: bool, lora: bool = False) -> Pre
         layers = {block.name: block.layers for block in result.report.blocks}
         method = BlockRecovery(MaskedAdam(10, 1e-3), result.model.state_dict().__getitem__, layers)
         fisher = output_fisher(dense, batches)
-        list(recover_blocks(LoadedModel.of(dense), batches, method, plan, fisher=fisher))
+        list(visit_blocks(LoadedModel.of(dense), batches, method, plan, steps=partial(method.steps, plan), fisher=fisher))
         return dense
     more = generate_samples(dense, windows(16, 1), 8)
     # One by one, so that each product has the same shape in every process.

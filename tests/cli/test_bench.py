@@ -16,11 +16,9 @@ import sparsellm
 from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.packed import speed
 from sparsellm.extensions.packed.card import record_speed
-from sparsellm.extensions.packed.decoding_speed import CEILING, KERNEL, PACKED, TORCH, Speed
-from sparsellm.extensions.packed.formats import kernels, memory_reads
+from sparsellm.extensions.packed.formats import kernel_library, kernels
 from sparsellm.extensions.packed.formats import transformers as packed_transformers
-from sparsellm.extensions.packed.sizes import Packed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import CEILING, KERNEL, PACKED, TORCH, Bench, Packed, Speed
 from sparsellm.extensions.studies.speed_plots import SPEED_COLUMNS
 from tests.integration.test_decoding import packed_model
 
@@ -35,7 +33,7 @@ def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(kernels, "instruction_set", lambda: "avx512")
     monkeypatch.setattr(kernels, "instruction_sets", lambda: ["avx512"])
     monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)
-    monkeypatch.setattr(memory_reads, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
+    monkeypatch.setattr(kernel_library, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
     return str(tiny["opt"])
 
 
@@ -86,7 +84,7 @@ def test_speeds_are_recorded_in_the_report_and_the_card(
     outputs: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only if asked; a second time in place of the first. The folder still verifies, and unpacks to what it was."""
-    monkeypatch.setattr(memory_reads, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
+    monkeypatch.setattr(kernel_library, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
     packed, run = tmp_path / "packed", ("--threads", "1", "--tokens", "2")
     sparsellm.pack(outputs["opt"], packed)
     before = {file.name: file.read_bytes() for file in packed.iterdir()}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench, Speed
 from sparsellm.extensions.studies.demonstration import DemoRow
 from sparsellm.recipes.fields import METHODS
 from sparsellm.texts.samples import test_windows

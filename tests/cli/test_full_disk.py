@@ -14,7 +14,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.extensions.packed.card import record_speed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import Bench
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.texts.json_files import durable
 from tests.cli.test_bad_input import refused

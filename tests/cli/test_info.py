@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from sparsellm.cli import info
 from sparsellm.cli.app import app
 from sparsellm.extensions.packed import facts
-from sparsellm.extensions.packed.formats import kernels, memory_reads
+from sparsellm.extensions.packed.formats import kernel_library, kernels
 from sparsellm.recipes.fields import METHODS
 from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
 def bandwidth() -> object:
-    with mock.patch.object(memory_reads, "stream_bandwidth", return_value=12.34e9):
+    with mock.patch.object(kernel_library, "stream_bandwidth", return_value=12.34e9):
         yield
 
 

@@ -19,7 +19,7 @@ from typer.testing import Result
 from sparsellm.checkpoints.tensor_index import TensorLocation, read_stored
 from sparsellm.cli.console import text_table
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
-from sparsellm.extensions.packed.packed_files import packed_entries
+from sparsellm.extensions.packed.formats.packed_tensors import packed_weights
 from sparsellm.recipes import selection
 from sparsellm.recipes.selection import name_matcher
 from sparsellm.texts.texts import read_text
@@ -53,9 +53,9 @@ def test_damage_is_told_once(
 )
 def test_errors_that_say_what_is_wrong_stay(error: Exception, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this package, many of which are OSErrors too, of permission and of memory."""
-    monkeypatch.setattr("sparsellm.extensions.packed.reader.PackedWeight.decode", Mock(side_effect=error))
+    monkeypatch.setattr("sparsellm.extensions.packed.formats.packed_tensors.PackedWeight.decode", Mock(side_effect=error))
     file = packed / "model.safetensors"
-    key = next(iter(packed_entries(file)))
+    key = next(iter(packed_weights(file)))
     with pytest.raises(type(error)) as raised:
         read_stored(TensorLocation(file, key))
     assert raised.value is error or raised.value.__cause__ is error

@@ -131,11 +131,10 @@ def test_models_of_other_software_are_packed(tiny: dict[str, Path], tmp_path: Pa
 
 
 def test_a_dense_model_is_refused(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
-    """With its zeros, both sizes and the option; with the option the model is packed nevertheless."""
+    """With its zeros and the option; with the option the model is packed nevertheless."""
     result = command("pack", tiny["opt"], tmp_path / "packed")
     assert result.exit_code == 1
     assert "holds 0.0 % zeros in its matrices" in result.stderr
-    assert "would become about" in result.stderr
     assert result.stderr.rstrip().endswith("pass --allow-dense.")
     assert not (tmp_path / "packed").exists()
     assert command("pack", tiny["opt"], tmp_path / "packed", "--allow-dense").exit_code == 0

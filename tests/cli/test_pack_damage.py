@@ -25,10 +25,9 @@ import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
 from sparsellm.extensions.packed import conversion
-from sparsellm.extensions.packed import documents as packed_documents
-from sparsellm.extensions.packed.formats import packed_checkpoint
-from sparsellm.extensions.packed.packed_files import packed_entries
-from sparsellm.extensions.packed.reader import PackedWeight
+from sparsellm.extensions.packed import conversion as packed_documents
+from sparsellm.extensions.packed.formats import weight_converter
+from sparsellm.extensions.packed.formats.packed_tensors import PackedWeight, packed_weights
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
@@ -81,7 +80,7 @@ def flipped(folder: Path, position: int = -1) -> None:
 
 def dense_flipped(folder: Path) -> None:
     """Change a bit of a tensor that is not packed."""
-    stored, entries = locate_all(folder / "model.safetensors"), packed_entries(folder / "model.safetensors")
+    stored, entries = locate_all(folder / "model.safetensors"), packed_weights(folder / "model.safetensors")
     flipped(folder, next(start for name, (header, start) in stored.items() if name not in entries and header.shape[1:]))
 
 
@@ -209,7 +208,7 @@ def test_tensors_larger_than_the_model_are_not_decoded(name: str, outputs: dict[
     for key, entry in entries.items():
         changed = {"sparsellm": json.dumps(entries | {key: entry | {"shape": [2**18, 1]}})}
         save_file(load_file(file), file, metadata | changed)
-        with mock.patch.object(packed_checkpoint, "decode_matrix", side_effect=AssertionError("it was decoded")):
+        with mock.patch.object(weight_converter, "decode_matrix", side_effect=AssertionError("it was decoded")):
             for load in (AutoModelForCausalLM.from_pretrained, sparsellm.load):
                 with pytest.raises(BadCheckpoint, match=re.escape(key)):
                     load(folder)
@@ -302,7 +301,7 @@ def test_mutated_files_are_refused_in_one_message(inputs: int, packed: Path, tmp
     random, tally = Random(0), Tally()
     source = packed_documents.Source.open(packed)
     expected = packed_documents.read_digests(source)
-    entries = packed_entries(packed / "model.safetensors")
+    entries = packed_weights(packed / "model.safetensors")
     for _ in range(inputs):
         file = folder / "model.safetensors"
         file.write_bytes(damage(valid, random))

@@ -20,9 +20,9 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.extensions.integers.scales_file import read_scales
-from sparsellm.extensions.packed import documents as packed_documents
+from sparsellm.extensions.packed import conversion as packed_documents
 from sparsellm.extensions.packed import packing
-from sparsellm.extensions.packed.packed_files import packed_entries
+from sparsellm.extensions.packed.formats.packed_tensors import packed_weights
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless
 from tests.fuzzing import Tally, attempt, damage
@@ -171,7 +171,7 @@ def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path
     sparsellm.pack(outputs["opt"], folder, values="int4")
     expected, random, tally = packed_documents.read_digests(packing.Source.open(folder)), Random(0), Tally()
     file = folder / "model.safetensors"
-    valid, entries = file.read_bytes(), packed_entries(file)
+    valid, entries = file.read_bytes(), packed_weights(file)
     for _ in range(300):
         file.write_bytes(damage(valid, random))
         os.utime(file, ns=(tally.tried, tally.tried))

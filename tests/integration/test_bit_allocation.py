@@ -17,7 +17,7 @@ import sparsellm
 from sparsellm.activations.fisher_diagonal import FisherFactors, weight_costs
 from sparsellm.errors import InvalidSetting
 from sparsellm.extensions.integers import error_curves
-from sparsellm.extensions.integers.bit_budget import BitBudget, LayerFormat, bit_range
+from sparsellm.extensions.integers.bit_allocation import BitBudget, LayerFormat, bit_range
 from sparsellm.extensions.integers.error_curves import DENSITIES, DESCENT, ROUNDED, ErrorCurve, measure_errors
 from sparsellm.extensions.integers.formats import WIDTHS, IntegerFormat
 from sparsellm.extensions.integers.quantization import DAMPING, gptq, round_to_nearest

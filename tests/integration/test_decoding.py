@@ -11,19 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparsellm.extensions.packed import decoding_speed
-from sparsellm.extensions.packed.decoding_speed import (
-    CEILING,
-    PACKED,
-    TORCH,
-    measure_speeds,
-    step_weights,
-    unpacked,
-    weight_bytes,
-    with_own_kernel,
-)
-from sparsellm.extensions.packed.formats import kernels, linear, memory_reads
+from sparsellm.extensions.packed import speed as decoding
+from sparsellm.extensions.packed.formats import kernel_library, kernels, linear
 from sparsellm.extensions.packed.formats.linear import PackedLinear
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH
+from sparsellm.extensions.packed.speed import measure_speeds, step_weights, unpacked, weight_bytes, with_own_kernel
 
 READ = 1000
 """Bytes a second that the made-up memory delivers to a thread."""
@@ -57,9 +49,9 @@ class Timed(nn.Module):
 def test_speeds_are_tokens_of_all_sequences_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the threads that are asked for, which are as before afterwards."""
     clock, before = [0.0], torch.get_num_threads()
-    monkeypatch.setattr(decoding_speed.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(
-        memory_reads, "read_seconds", lambda weights: sum(x.nbytes for x in weights) / (READ * torch.get_num_threads())
+        kernel_library, "read_seconds", lambda weights: sum(x.nbytes for x in weights) / (READ * torch.get_num_threads())
     )
     models = {TORCH: Timed(4, clock), PACKED: Timed(1, clock)}
     speeds, bandwidth = measure_speeds(models, batches=[1, 3], threads=[1, 2], prompt=6, tokens=5)

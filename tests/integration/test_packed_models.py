@@ -24,12 +24,12 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
-from sparsellm.extensions.packed.decoding_speed import weight_bytes
 from sparsellm.extensions.packed.formats import transformers as packed_transformers
 from sparsellm.extensions.packed.formats import weight_converter
 from sparsellm.extensions.packed.formats.linear import PackedLinear
 from sparsellm.extensions.packed.formats.packed_experts import PackedExperts
 from sparsellm.extensions.packed.packing import pack, unpack
+from sparsellm.extensions.packed.speed import weight_bytes
 from tests.conftest import SHARED, TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
 

@@ -377,7 +377,7 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, A
         "AWQ",
         lambda stored: stored.pop(DOWN.replace("weight", "qzeros")),
         {},
-        r"down_proj.weight has numbers .* and other zero points, which is not AWQ int4",
+        r"down_proj.weight has numbers .* and other zero points or groups, which is not AWQ int4",
     ),
     "scales of activations of AWQ": (
         "AWQ",
@@ -458,12 +458,12 @@ def test_what_contradicts_itself_is_refused(
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq of 4 bits, version gemv"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes of 8 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq, bits 3"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, bits 4, version gemv"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, load_in_8bit True"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
-        ({"quant_method": "gptq", "bits": 4.0}, "gptq of 4.0 bits"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq of 4 bits, checkpoint_format marlin"),
+        ({"quant_method": "gptq", "bits": 4.0}, "gptq, bits 4.0"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq, bits 4, checkpoint_format marlin"),
         (
             {"quant_method": "compressed-tensors", "format": "x", "transform_config": {"config_groups": {"R3": {}}}},
             "compressed-tensors x",

@@ -24,7 +24,7 @@ from sparsellm.cli.allocator import manage_memory
 from sparsellm.errors import InvalidSetting, SparseLLMError, TooLarge
 from sparsellm.extensions.recover.training import distillation
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
-from sparsellm.extensions.recover.training.memory import COPIES, predictions_bytes, trained_bytes
+from sparsellm.extensions.recover.training.trained_weights import COPIES, trained_bytes
 from sparsellm.models.blocks import blocks_of
 from sparsellm.observers.events import Begun
 from sparsellm.recipes.file import read_recipe
@@ -188,17 +188,13 @@ def test_copies_of_what_is_trained() -> None:
 
 
 def test_bytes_by_hand(tiny: dict[str, Path]) -> None:
-    """Seven float32 copies of the largest block, or of all; and the predictions' states, logits three times, and inputs."""
+    """Seven float32 copies of a block."""
     model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
     blocks = blocks_of(model)
-    assert trained_bytes(blocks, together=False) == 7 * 4 * BLOCK
-    assert trained_bytes(blocks, together=True) == 3 * 7 * 4 * BLOCK
+    assert [trained_bytes(block) for block in blocks] == 3 * [7 * 4 * BLOCK]
     model.model.layers[1].mlp.up_proj = nn.Linear(32, 100)
     larger = BLOCK + 32 * (100 - 48) + 100
-    assert trained_bytes(blocks, together=False) == 7 * 4 * larger
-    assert trained_bytes(blocks, together=True) == 7 * 4 * (2 * BLOCK + larger)
-    assert trained_bytes([], together=False) == trained_bytes([], together=True) == 0
-    assert predictions_bytes(tokens=10, width=3, batch_tokens=4, vocabulary=7, depth=2) == 4 * (10 * 3 + 3 * 4 * 7 + 4 * 3 * 2)
+    assert trained_bytes(blocks[1]) == 7 * 4 * larger
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import BadCheckpoint
-from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask, bits_of
-from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
+from sparsellm.extensions.packed.formats.bitmask import DTYPES, VALUES_PADDING, Bitmask, bits_of
+from sparsellm.extensions.packed.formats.encoding import PARTS, decode_parts, encode
 from sparsellm.extensions.packed.formats.packed_tensors import decode_matrix, dense_tensor, estimated_bytes
-from sparsellm.extensions.packed.formats.parts import DTYPES, PARTS
 from sparsellm.extensions.packed.packed_files import NUMBERS_A_BYTE, PackedEntry, can_hold
 from sparsellm.extensions.packed.packing import _Form
 from tests.meter import start_peak, status_of

@@ -15,8 +15,7 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, round_to_nearest
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
-from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
-from sparsellm.extensions.packed.formats.parts import PARTS
+from sparsellm.extensions.packed.formats.encoding import PARTS, decode_parts, encode
 from tests.unit.formats.test_encoding import mutate, size
 
 SHAPES = [(1, 1), (1, 9), (3, 64), (7, 65), (16, 24), (5, 127), (33, 40), (2, 1000)]

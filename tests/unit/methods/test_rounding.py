@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparsellm.extensions.integers.formats import IntegerFormat
-from sparsellm.extensions.integers.rounding import IntegerValues
+from sparsellm.extensions.integers.quantization import IntegerValues
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.solvers.scores import Magnitude
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparsellm.extensions.recover.outcome import why_not_recovered, why_unchanged
+from sparsellm.extensions.recover.model_training import ModelTraining
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.run import recovery_warnings
 from sparsellm.extensions.studies.compare import ComparedRun
@@ -68,15 +68,14 @@ def test_the_losses_say_which_step_is_kept() -> None:
     assert UNTRAINED.describe() == ""
 
 
-def test_the_reason_comes_with_the_option_to_change(tmp_path: Path) -> None:
+def test_the_reason_comes_with_the_option_to_change() -> None:
     """More steps where these are few; more text where they are not, and for a pruning that trains (`effort` best)."""
-    said = why_not_recovered(recovery(tmp_path), RISEN)
+    said = ModelTraining(30, has_steps=True).why_unchanged(RISEN)
     assert said.startswith(
         "no step lowered the held-out loss, 0.029 before and at best 0.054 after: the weights are unchanged."
     )
     assert "at its height after 15 of 30 steps, the loss 0.06, and too few steps with a low rate followed." in said
     assert said.endswith("Pass more `steps`, by default 1200")
-    assert "more `samples`, or more `steps`" in why_not_recovered(
-        recovery(tmp_path, steps=None), trained(0.02, 0.03, steps=1200)
-    )
-    assert why_unchanged(RISEN).endswith("unchanged. Use more `samples`")
+    risen = trained(0.02, 0.03, steps=1200)
+    assert "more `samples`, or more `steps`" in ModelTraining(1200, has_steps=True).why_unchanged(risen)
+    assert ModelTraining(1200).why_unchanged(RISEN).endswith("unchanged. Use more text, with more `samples`")

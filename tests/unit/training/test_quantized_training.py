@@ -14,7 +14,6 @@ from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, Scales, expand_groups, round_to_nearest
 from sparsellm.extensions.recover.training.distillation import adam_for
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam
-from sparsellm.extensions.recover.training.memory import trained_bytes
 from sparsellm.extensions.recover.training.quantized_training import (
     LEAST_SCALE,
     QuantizedParameters,
@@ -23,6 +22,7 @@ from sparsellm.extensions.recover.training.quantized_training import (
     rounded_layers,
     store_scales,
 )
+from sparsellm.extensions.recover.training.trained_weights import trained_bytes
 from sparsellm.models.blocks import Block, blocks_of
 from tests.meter import Meter
 from tests.training import pruned_model
@@ -183,7 +183,7 @@ def test_memory_is_what_is_said() -> None:
     with Meter() as meter:
         meter.hold([*parameters.values(), *(layer.quantized.integers for layer in layers)])
         MaskedAdam(3, 1e-3).run(parameters, {}, loss, groups=4, seed=0, rounded=layers)
-    assert meter.peak["cpu"] == pytest.approx(trained_bytes([block], together=True, rounded=True), rel=0.1)
+    assert meter.peak["cpu"] == pytest.approx(trained_bytes(block, rounded=True), rel=0.1)
 
 
 def test_other_parameters_keep_their_masks() -> None:

@@ -6,6 +6,6 @@ EXTENSION = Extension(
     commands={"export": "sparsellm.extensions.integers.commands:export"},
     fields={"prune": ["sparsellm.extensions.integers.recipe_fields:IntegerFields"]},
     allocations={"bits": "sparsellm.extensions.integers.bit_allocation:BitAllocation"},
-    sections={"export": "sparsellm.extensions.integers.exported:ExportSection"},
-    side_files={"quantization.scales": "sparsellm.extensions.integers.layer_scales:ScalesFile"},
+    sections={"export": "sparsellm.extensions.integers.compressed_export:ExportSection"},
+    side_files={"quantization.scales": "sparsellm.extensions.integers.scales_file:ScalesFile"},
 )

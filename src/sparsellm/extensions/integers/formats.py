@@ -111,18 +111,6 @@ class IntegerFormat:
             return -largest, largest
         return -largest - 1, largest + (self.bits == 3 and density < 1 - 1 / self.bits)
 
-    def stored_bits(self, shape: tuple[int, int], *, kept: int, used: int) -> int:
-        """Bits of a weight, (out, in), in a packed file, mask and scales included.
-
-        Args:
-            shape: (out, in).
-            kept: Number of weights that are not 0. Without a mask, where that takes less, zeros are integers too.
-            used: Number of groups of four weights that are not all 0.
-        """
-        size = shape[0] * shape[1]
-        integers = min(self._integer_bytes(size), self._integer_bytes(kept) + mask_bytes(size, used))
-        return 8 * integers + shape[0] * self.groups(shape[1]) * SCALE_BITS
-
     def packed_bits(self, weight: Tensor) -> float:
         """Bits that a number of a rounded weight, (out, in), takes in a packed file: integers, mask and scales."""
         from torch.nn.functional import pad  # the command line reads names of formats, and does without torch
@@ -132,8 +120,9 @@ class IntegerFormat:
         keep = weight.flatten() != 0
         fours = pad(keep, (0, -len(keep) % 8)).view(-1, 4).any(1)
         kept, used = (int(x) for x in devices.to_python([keep.count_nonzero(), fours.count_nonzero()]))
-        shape = weight.shape[0], weight.shape[1]
-        return self.stored_bits(shape, kept=kept, used=used) / len(keep)
+        # Without a mask, where that takes less, zeros are integers too.
+        integers = min(self._integer_bytes(len(keep)), self._integer_bytes(kept) + mask_bytes(len(keep), used))
+        return (8 * integers + weight.shape[0] * self.groups(weight.shape[1]) * SCALE_BITS) / len(keep)
 
     def fields_of(self, weight: Tensor) -> dict[str, Any]:
         """The entries of a result on the format of a rounded weight, (out, in)."""

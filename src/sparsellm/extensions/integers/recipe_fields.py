@@ -62,7 +62,9 @@ class IntegerFields(FurtherFields):
         """The integers that weights are rounded to with `values`; those of `bits` are set by its allocation rule."""
         if self.values is None:
             return super().after_solve(pattern)
-        from sparsellm.extensions.integers.rounding import IntegerValues  # imports torch, which the command line does without
+        from sparsellm.extensions.integers.quantization import (
+            IntegerValues,  # imports torch, which the command line does without
+        )
 
         return IntegerValues(IntegerFormat.parse(self.values, self.group_size, 1 - pattern.sparsity))
 

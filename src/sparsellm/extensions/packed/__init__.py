@@ -6,6 +6,6 @@ EXTENSION = Extension(
     commands={"pack": "sparsellm.extensions.packed.commands:pack", "unpack": "sparsellm.extensions.packed.commands:unpack"},
     options={"prune": ("sparsellm.extensions.packed.commands:Packing",)},
     facts={"packed": "sparsellm.extensions.packed.facts"},
-    sections={"packing": "sparsellm.extensions.packed.sizes:Packed"},
+    sections={"packing": "sparsellm.extensions.packed.record:Packed"},
     readers={"sparsellm": "sparsellm.extensions.packed.reader:PackedReader"},
 )

@@ -9,11 +9,9 @@ from pathlib import Path, PurePath
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import InvalidSetting, VerificationFailed
-from sparsellm.extensions.packed.sizes import PACKING, Packed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import PACKING, Bench, Packed
 from sparsellm.outputs.folder import CARD
 from sparsellm.outputs.verification import Output, read_finished
-from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.json_files import durable, strict_json
 
 ZEROS_STAY = """The zeros are stored as ordinary numbers: the files keep their size, and the model runs as fast as the dense
@@ -42,15 +40,14 @@ def packed_card(text: str, result: Packed, *, pruned: bool) -> str:
     if mark == BEGIN:
         matter = re.match(r"\s*---[ \t]*\n.*?\n---[ \t]*\n", text, re.DOTALL)
         head, rest = (text[: matter.end()], text[matter.end() :]) if matter else ("", text)
-    percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
     matrices = f"{len(result.packed)} of {len(result.matrices)} matrices"
     lossless = "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit."
     if result.rounded:
         lossless = "The weights were rounded as they were packed: `sparsellm unpack` gives the rounded ones."
     made = "" if pruned else "sparsellm packed this model and did not prune it.\n"
     paragraph = (
-        f"{made}The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
-        f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight\n"
+        f"{made}The zeros are not stored: the weights take {result.size}.\n"
+        f"{matrices} are packed, at {result.bits:.2f} bits a weight\n"
         f"({result.description}). {lossless} To load the model, call `sparsellm.register()` first.\n"
     )
     return f"{head}{mark}\n{paragraph}{END}\n{rest}"

@@ -17,7 +17,7 @@ from sparsellm.cli.run_options import RunOptions
 from sparsellm.extensions.integers.formats import BITS_OF
 
 if TYPE_CHECKING:
-    from sparsellm.extensions.packed.sizes import Packed
+    from sparsellm.extensions.packed.record import Packed
 
 ToPack = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
 PackedOut = Annotated[str, typer.Argument(metavar="PACKED", help="Folder to write; must not exist.")]
@@ -115,14 +115,10 @@ def pack(
 
 def print_packed(console: Console, result: Packed) -> None:
     """Print the sizes of a packed model, and what stays dense."""
-    from sparsellm.runtime.memory import human_bytes
-
     print_text = partial(print_line, console)
-    percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
-    size = f"{human_bytes(result.packed_bytes)}, {percent:.0f} % of {human_bytes(result.dense_bytes)}"
     count = len(result.packed)
     matrices = "1 matrix takes" if count == 1 else f"{count:,} matrices take"
-    print_text(f"{result.output}: {size}; {matrices} {result.bits:.2f} bits a weight ({result.description}).")
+    print_text(f"{result.output}: {result.size}; {matrices} {result.bits:.2f} bits a weight ({result.description}).")
     if dense := [matrix.name for matrix in result.dense]:
         names = ", ".join(dense[:3]) + (f" and {len(dense) - 3} more" if len(dense) > 3 else "")
         stay = "1 matrix with few zeros stays" if len(dense) == 1 else f"{len(dense)} matrices with few zeros stay"

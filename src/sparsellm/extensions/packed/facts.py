@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparsellm.errors import plural
-from sparsellm.extensions.packed.formats import kernels, memory_reads
+from sparsellm.extensions.packed.formats import kernel_library, kernels
 
 NO_KERNELS = (
     "not compiled, so packed models run slower than dense ones.\n"
@@ -25,7 +25,7 @@ def examine() -> dict[str, Any]:
         "tokens": [count for count in kernels.PACKED_TOKENS if kernels.is_faster(count, torch.bfloat16)],
         "dense_tokens": [count for count in kernels.DENSE_TOKENS if kernels.is_faster_dense(count)],
         "least_for_threads": kernels.least_for_threads(),
-        "bandwidth": memory_reads.stream_bandwidth(),
+        "bandwidth": kernel_library.stream_bandwidth(),
     }
 
 

@@ -14,13 +14,13 @@ from typing import Any, BinaryIO
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import safe_open
 from torch import Tensor
 
+from sparsellm.checkpoints.headers import KINDS
 from sparsellm.checkpoints.readers import quantization_settings
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
 from sparsellm.extensions.integers.formats import GROUP_SIZES, MASK_WORD, WIDTHS, IntegerFormat
-from sparsellm.extensions.packed.formats.parts import PARTS
+from sparsellm.extensions.packed.formats.encoding import PARTS
 from sparsellm.texts.json_files import build_mapping, first_fault
 
 PACKED_METHOD = "sparsellm"
@@ -37,19 +37,8 @@ WIDENED_A_BYTE, WIDENED_COLUMNS = 8, 2**25
 """Columns that decoding may add to the rows of a packed tensor, which then are whole groups of `MASK_WORD`: for each of its
 bytes, and in all. Half a million rows of one number pass, and more where they are not almost all removed."""
 
-STORED_KINDS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""Names of dtypes in safetensors, by their names in torch, of the tensors in models that can be pruned."""
+STORED_KINDS = {name: kind for kind, name in KINDS.items()}
+"""Names of dtypes in safetensors, by their names in torch."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +134,6 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
                 f"groups of {entry.group_size} is not packed."
             )
     return entries
-
-
-def packed_entries(file: Path) -> dict[str, PackedEntry]:
-    """Return the packed tensors that a safetensors file lists, by name. Raises BadCheckpoint if the list is damaged."""
-    with safe_open(file, framework="numpy") as stream:
-        return parse_entries(file, stream.metadata())
 
 
 def parts_of(key: str, stored: Collection[str]) -> dict[str, str]:

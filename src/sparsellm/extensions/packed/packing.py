@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from sparsellm.checkpoints.documents import read_config_text, with_member, witho
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint, open_source
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
-from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name
+from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, Scales, round_to_nearest
 from sparsellm.extensions.integers.scales_file import (
@@ -28,9 +28,16 @@ from sparsellm.extensions.integers.scales_file import (
     write_scales,
 )
 from sparsellm.extensions.packed.card import dense_card, packed_card
-from sparsellm.extensions.packed.conversion import Observe, converted, finish
-from sparsellm.extensions.packed.documents import Source, copy_files, matrix_sizes, read_checked, report_of
-from sparsellm.extensions.packed.formats.bitmask import Bitmask
+from sparsellm.extensions.packed.conversion import (
+    Observe,
+    Source,
+    converted,
+    copy_files,
+    finish,
+    matrix_sizes,
+    read_checked,
+    report_of,
+)
 from sparsellm.extensions.packed.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 from sparsellm.extensions.packed.packed_files import (
     PACKED_METHOD,
@@ -41,12 +48,11 @@ from sparsellm.extensions.packed.packed_files import (
     is_packed,
     metadata_of,
 )
-from sparsellm.extensions.packed.sizes import Packed, Unpacked
+from sparsellm.extensions.packed.record import Packed, Unpacked
 from sparsellm.outputs.folder import CARD, is_finished
 from sparsellm.outputs.saving import check_output, claimed
 from sparsellm.outputs.verification import read_output, shape_difference
 from sparsellm.recipes.recipe import Recipe, RunRecipe
-from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.paths import local_path
 
 PACKABLE = ("float32", "float16", "bfloat16")
@@ -82,7 +88,11 @@ class _Form:
     def _parts(self, name: str, tensor: Tensor, digest: TensorDigest) -> tuple[dict[str, Tensor], PackedEntry | None]:
         """Return the parts and the entry of a matrix; none if it is not packed."""
         if name in self.values and tensor.numel():
-            return pack_quantized(name, *quantize(name, tensor, self.values[name]), self.archive)
+            values = self.values[name]
+            entry = PackedEntry(tuple(tensor.shape), digest.dtype, "", transposed=values.transposed)
+            weight = entry.matrix_of(tensor)
+            quantized = exact_integers(name, weight, values) if isinstance(values, Scales) else values.quantized(weight)
+            return pack_quantized(name, quantized, entry, self.archive)
         enough = _removed(digest, self.positive_zeros) >= SPARSE * digest.numel
         enough |= self.allow_dense and tensor.shape[0] != self.vocabulary
         if tensor.numel() and (self.archive or enough):
@@ -181,13 +191,13 @@ def pack(
         settings |= {"values": values, "group_size": group_size, "scales": stamp(source.folder)}
         convert = partial(converted, source, path, packing.convert, size=packing.size)
         with convert(settings=settings, verb="packing", observe=observe) as work:
+            quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
+            write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             written = [work / target for target in source.targets()]
             sizes = matrix_sizes(written, digests, positive_zeros=positive_zeros)
             before, after = (sum(file.stat().st_size for file in files) for files in (source.files, written))
             skipped = tuple(copy_files(source, work).noted)
             result = Packed(form, before, after, sizes, skipped, rounded=values is not None, output=str(packed))
-            quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
-            write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             if (card := source.folder / CARD).is_file():
                 text = packed_card(card.read_text(encoding="utf-8"), result, pruned=bool(report.get("blocks")))
                 (work / CARD).write_text(text, encoding="utf-8")
@@ -303,17 +313,13 @@ def _check_zeros(source: Source, digests: Mapping[str, TensorDigest], positive_z
     zeros, count = sum(_removed(x, positive_zeros) for x in matrices), max(sum(x.numel for x in matrices), 1)
     if zeros >= PAYS * count:
         return
-    dense = sum(digest.nbytes for digest in digests.values())
-    packed = sum(estimated_bytes(x.numel, _removed(x, positive_zeros), x.dtype) for x in matrices)
-    saved = sum(digest.nbytes for digest in matrices) - packed
     negative = 0 if positive_zeros else sum(digest.negative_zeros for digest in matrices)
     advice = (
         f"{negative:,} more zeros are -0.0: `positive_zeros=True` stores them as 0.0" if negative else "Name a pruned model"
     )
     raise InvalidSetting(
         f"{source.name} holds {100 * zeros / count:.1f} % zeros in its matrices, embeddings and the head aside, and packing is "
-        f"for {100 * PAYS:.0f} % and more: {human_bytes(dense)} would become about {human_bytes(dense - saved)}. {advice}, or "
-        "pass `allow_dense=True`."
+        f"for {100 * PAYS:.0f} % and more. {advice}, or pass `allow_dense=True`."
     )
 
 
@@ -344,16 +350,6 @@ Values = NearestIntegers | Scales
 def format_of(values: Values, density: float) -> IntegerFormat:
     """The format that a weight with a fraction of kept weights is packed in."""
     return values.format if isinstance(values, Scales) else IntegerFormat.parse(values.name, values.group_size, density)
-
-
-def quantize(name: str, tensor: Tensor, values: Values) -> tuple[Bitmask, PackedEntry]:
-    """Return the matrix of a tensor, and what is stored of it besides; raise BadCheckpoint if its scales do not fit."""
-    entry = PackedEntry(tuple(tensor.shape), dtype_name(tensor.dtype), "", transposed=values.transposed)
-    weight = entry.matrix_of(tensor)
-    quantized = exact_integers(name, weight, values) if isinstance(values, Scales) else values.quantized(weight)
-    # A kept weight that is rounded to 0 is removed: with an integer it would be the same number in more bits.
-    matrix = Bitmask.from_quantized(quantized, quantized.integers != 0)
-    return matrix, replace(entry, **vars(quantized.format))
 
 
 def values_of(source: Source, values: str | None, group_size: int | None) -> dict[str, Values]:

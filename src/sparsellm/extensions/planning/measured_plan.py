@@ -16,9 +16,8 @@ from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import InvalidSetting, TooLarge
 from sparsellm.extensions.planning.run_plan import MeasuredTime, RunPlan
 from sparsellm.extensions.recover.block_recovery import recovery_plan
-from sparsellm.extensions.recover.preparation import prepare_recovery, recovery_layers
+from sparsellm.extensions.recover.preparation import fit_to_disk, prepare_recovery, recovery_layers, recovery_memory
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
-from sparsellm.extensions.recover.stage_memory import fit_to_disk, recovery_memory
 from sparsellm.methods import BlockResult
 from sparsellm.observers.events import ANSWERING, WRITING, Advanced, Event, Measured, Note, Observer, Stage
 from sparsellm.outputs.fingerprint import check_inputs

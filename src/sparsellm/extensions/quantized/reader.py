@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -101,39 +101,6 @@ WORD_ROWS = 16
 """Rows of a chunk are a multiple of the numbers that a word may hold."""
 
 
-@dataclass(frozen=True)
-class QuantizedFiles:
-    """The tensors in the files of a quantized checkpoint.
-
-    Attributes:
-        scheme: How its weights are quantized.
-        weights: The weights by file and name. A weight counts as in the file that holds its numbers.
-        hidden: Names of the tensors that are no weights of the model: parts of weights, and scales of activations.
-        activation_scales: How many of them are scales of activations.
-    """
-
-    scheme: Scheme
-    weights: Mapping[Path, Mapping[str, QuantizedWeight]]
-    hidden: frozenset[str]
-    activation_scales: int
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype in which the weights are read unless another one is asked for."""
-        return min(weight.dtype for weights in self.weights.values() for weight in weights.values())
-
-    def describe(self, name: str, stored: int, parameters: int) -> str:
-        """Return how the checkpoint `name`, of so many bytes and parameters, is quantized, and what is read of it."""
-        dtype = self.dtype
-        left_out = f"; {plural(self.activation_scales, 'scale')} of activations are left out" if self.activation_scales else ""
-        default = "" if dtype == "bfloat16" else f", {dtype} by default"
-        return (
-            f"{name} is quantized ({self.scheme.name}, {human_bytes(stored)}): each weight is dequantized as it is read"
-            f"{default}, and outputs hold plain weights; the model takes {human_bytes(2 * parameters)} in 16 bits a number"
-            f"{left_out}"
-        )
-
-
 class QuantizedReader:
     """Reads quantized checkpoints. Arguments and errors as `scheme_of`."""
 
@@ -152,8 +119,64 @@ class QuantizedReader:
         read: Callable[[Path, str], bytes],
     ) -> FoundWeights:
         """Find the quantized weights, as `sparsellm.checkpoints.readers.Reader.find`."""
-        files = find_weights(self._fields, self._scheme, headers, read)
-        return FoundWeights(files.weights, files.hidden, dtype=files.dtype, describe=files.describe)
+        fields, scheme = self._fields, self._scheme
+        places = {key: file for file, stored in headers.items() for key in stored}
+        scales = [key for key in places if key.endswith(("_scale_inv", ".weight_scale"))]
+        if isinstance(scheme, Float8) and scales and not any(key.endswith("_scale_inv") for key in scales):
+            scheme = CompressedTensors({"format": "FP8", **scheme.settings})  # AutoFP8 names the scales as llm-compressor does
+        weights: dict[Path, dict[str, QuantizedWeight]] = {file: {} for file in headers}
+        parts_of: dict[str, dict[str, str]] = {}
+        for key in places:
+            for ending in (scheme.scales_in, *scheme.others, *filter(None, scheme.numbers_in)):
+                base = key.removesuffix(ending)
+                if key.endswith(ending) and (not scheme.weight or base.endswith(".")):
+                    parts_of.setdefault(base, {})[ending] = key
+        hidden: set[str] = set()
+        for base, parts in sorted(parts_of.items()):
+            if "" in scheme.numbers_in and base in places:
+                parts[""] = base
+            if list(parts) == ["weight"] and headers[places[parts["weight"]]][parts["weight"]].dtype not in (*FLOAT8, "int8"):
+                continue  # a plain weight
+            weight = base + scheme.weight
+            if weight in places and weight not in parts.values():
+                raise BadCheckpoint(f"{weight[:120]} is stored both plain and quantized ({scheme.name}). Get a sound copy.")
+            one = _weight(
+                weight,
+                scheme,
+                {ending: (places[key], key) for ending, key in parts.items()},
+                headers=headers,
+                read=read,
+                dtype=_dtype(fields),
+            )
+            weights[next(one.parts[ending][0] for ending in scheme.numbers_in if ending in parts)][weight] = one
+            hidden |= {key for key in parts.values() if key != weight}
+        activation_scales = {key for key in places if key not in hidden and key.endswith(scheme.activation_scales)}
+        hidden |= activation_scales
+        found = {key for some in weights.values() for key in some}
+        _check_all(fields, scheme, headers, found=found, hidden=hidden)
+        dtype = min(weight.dtype for some in weights.values() for weight in some.values())
+        describe = _description(scheme, dtype, len(activation_scales))
+        return FoundWeights(weights, frozenset(hidden), dtype=dtype, describe=describe)
+
+
+def _description(scheme: Scheme, dtype: str, activation_scales: int) -> Callable[[str, int, int], str]:
+    """The function that says how a checkpoint, of a name, bytes and parameters, is quantized, and what is read of it.
+
+    Args:
+        dtype: Name of the dtype in which the weights are read unless another one is asked for.
+        activation_scales: How many of its tensors are scales of activations.
+    """
+    left_out = f"; {plural(activation_scales, 'scale')} of activations are left out" if activation_scales else ""
+    default = "" if dtype == "bfloat16" else f", {dtype} by default"
+
+    def describe(name: str, stored: int, parameters: int) -> str:
+        return (
+            f"{name} is quantized ({scheme.name}, {human_bytes(stored)}): each weight is dequantized as it is read"
+            f"{default}, and outputs hold plain weights; the model takes {human_bytes(2 * parameters)} in 16 bits a number"
+            f"{left_out}"
+        )
+
+    return describe
 
 
 def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme:
@@ -181,68 +204,12 @@ def scheme_of(name: str, fields: Mapping[str, Any]) -> Scheme:
     }
     if str(method) in read and read[str(method)][1]:
         return read[str(method)][0](settings)
-    of = "" if layout is None else f", checkpoint_format {layout}"
-    details = {"gptq": f" of {bits} bits{of}", "awq": f" of {bits} bits, version {version}"}
-    if method == "compressed-tensors":
-        details[method] = CompressedTensors(settings).name.removeprefix(method)
-    kind = "bitsandbytes of 8 bits" if method == "bitsandbytes" else f"{str(method)[:40]}{details.get(str(method), '')[:40]}"
+    said = [f"{key} {settings[key]}" for key in ("bits", "checkpoint_format", "version", "load_in_8bit") if key in settings]
+    kind = CompressedTensors(settings).name if method == "compressed-tensors" else ", ".join([str(method)[:40], *said])
     raise UnsupportedModel(
-        f"{name} is quantized by {kind}, which is not read; what is read is {READ}. Prune the plain checkpoint that it was "
-        "made from, or dequantize it with the program that wrote it."
+        f"{name} is quantized by {kind[:90]}, which is not read; what is read is {READ}. Prune the plain checkpoint that "
+        "it was made from, or dequantize it with the program that wrote it."
     )
-
-
-def find_weights(
-    fields: Mapping[str, Any],
-    scheme: Scheme,
-    headers: Mapping[Path, Mapping[str, TensorHeader]],
-    read: Callable[[Path, str], bytes],
-) -> QuantizedFiles:
-    """Find the quantized weights of a checkpoint.
-
-    Args:
-        fields: The fields of config.json.
-        headers: The stored tensors of each file.
-        read: Reads the bytes of a stored tensor.
-
-    Raises:
-        BadCheckpoint: The tensors contradict each other or the configuration.
-    """
-    places = {key: file for file, stored in headers.items() for key in stored}
-    scales = [key for key in places if key.endswith(("_scale_inv", ".weight_scale"))]
-    if isinstance(scheme, Float8) and scales and not any(key.endswith("_scale_inv") for key in scales):
-        scheme = CompressedTensors({"format": "FP8", **scheme.settings})  # AutoFP8 names the scales as llm-compressor does
-    dtype = _dtype(fields)
-    weights: dict[Path, dict[str, QuantizedWeight]] = {file: {} for file in headers}
-    parts_of: dict[str, dict[str, str]] = {}
-    for key in places:
-        for ending in (scheme.scales_in, *scheme.others, *filter(None, scheme.numbers_in)):
-            base = key.removesuffix(ending)
-            if key.endswith(ending) and (not scheme.weight or base.endswith(".")):
-                parts_of.setdefault(base, {})[ending] = key
-    hidden: set[str] = set()
-    for base, parts in sorted(parts_of.items()):
-        if "" in scheme.numbers_in and base in places:
-            parts[""] = base
-        if list(parts) == ["weight"] and headers[places[parts["weight"]]][parts["weight"]].dtype not in (*FLOAT8, "int8"):
-            continue  # a plain weight
-        weight = base + scheme.weight
-        if weight in places and weight not in parts.values():
-            raise BadCheckpoint(f"{weight[:120]} is stored both plain and quantized ({scheme.name}). Get a sound copy.")
-        found = _weight(
-            weight,
-            scheme,
-            {ending: (places[key], key) for ending, key in parts.items()},
-            headers=headers,
-            read=read,
-            dtype=dtype,
-        )
-        weights[next(found.parts[ending][0] for ending in scheme.numbers_in if ending in parts)][weight] = found
-        hidden |= {key for key in parts.values() if key != weight}
-    activation_scales = {key for key in places if key not in hidden and key.endswith(scheme.activation_scales)}
-    files = QuantizedFiles(scheme, weights, frozenset(hidden | activation_scales), len(activation_scales))
-    _check_all(fields, files, headers)
-    return files
 
 
 def _weight(
@@ -287,22 +254,28 @@ def _weight(
     return QuantizedWeight(scheme, layout, shape, dtype or (own if own in FLOATS_READ else "bfloat16"), parts)
 
 
-def _check_all(fields: Mapping[str, Any], files: QuantizedFiles, headers: Mapping[Path, Mapping[str, TensorHeader]]) -> None:
+def _check_all(
+    fields: Mapping[str, Any],
+    scheme: Scheme,
+    headers: Mapping[Path, Mapping[str, TensorHeader]],
+    *,
+    found: Set[str],
+    hidden: Set[str],
+) -> None:
     """Raise BadCheckpoint if weights that should be quantized are not, or those that are have no scales."""
-    name, found = files.scheme.name, {key for weights in files.weights.values() for key in weights}
-    known = found | files.hidden
+    known = found | hidden
     plain = {key: stored for content in headers.values() for key, stored in content.items() if key not in known}
     if not found:
         raise BadCheckpoint(
-            f"config.json says that the weights are quantized ({name}), and none of them is. If they were dequantized, remove "
-            "quantization_config from config.json."
+            f"config.json says that the weights are quantized ({scheme.name}), and none of them is. If they were dequantized, "
+            "remove quantization_config from config.json."
         )
-    roles = {_role(key) for key in found} if isinstance(files.scheme, Float8) else set()  # others keep some layers plain
+    roles = {_role(key) for key in found} if isinstance(scheme, Float8) else set()  # others keep some layers plain
     for key, stored in plain.items():
         is_matrix = _role(key) in roles and len(stored.shape) > 1
         if stored.dtype in FLOAT8 or (is_matrix and not _is_left_out(key, fields)):
             raise BadCheckpoint(
-                f"{key[:120]} is in {stored.dtype} and has no scales, while the weights are quantized ({name}), and "
+                f"{key[:120]} is in {stored.dtype} and has no scales, while the weights are quantized ({scheme.name}), and "
                 "config.json does not list it as left out: the folder is incomplete, or dequantized in part. Get a sound copy."
             )
 

@@ -365,31 +365,23 @@ class GPTQ(Scheme):
 
     def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
         words, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
-        are_matrices = self._are_matrices(words, scales)
-        shape = (words.shape[0] * WORD_BITS // self.bits, words.shape[1]) if are_matrices else (0, 0)
+        are_matrices = words.dtype == "int32" and len(words.shape) == len(scales.shape) == 2 and scales.dtype in SCALES
+        shape = self._shape(*words.shape) if are_matrices else (0, 0)
+        size = self._group_size(shape[0], scales.shape[0]) if are_matrices else None
         is_listed = "g_idx" not in parts or parts["g_idx"].shape == shape[:1]
-        if (
-            not are_matrices
-            or scales.shape[1] != shape[1]
-            or not is_listed
-            or zeros is None
-            or zeros.shape != self._zeros_shape(scales)
-        ):
-            raise Contradiction(
-                f"has numbers {_said(words)}, scales {_said(scales)} and other zero points or groups than these"
-            )
-        size: Any = self.settings.get("group_size")
-        if type(size) is not int or size < 1 or -(-shape[0] // size) != scales.shape[0]:
-            size = -(-shape[0] // scales.shape[0])
+        zeros_shape = (*scales.shape[:1], -(-scales.shape[-1] * self.bits // WORD_BITS)) if are_matrices else ()
+        if size is None or scales.shape[1] != shape[1] or not is_listed or zeros is None or zeros.shape != zeros_shape:
+            raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)} and other zero points or groups")
         return Layout(shape, self.bits, (size, 1), "integers")
 
-    def _are_matrices(self, words: TensorHeader, scales: TensorHeader) -> bool:
-        """Whether words of numbers and scales are matrices in the dtypes of the scheme."""
-        return words.dtype == "int32" and len(words.shape) == len(scales.shape) == 2 and scales.dtype in SCALES
+    def _shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape of the numbers in words of a shape."""
+        return rows * WORD_BITS // self.bits, columns
 
-    def _zeros_shape(self, scales: TensorHeader) -> tuple[int, int]:
-        """The shape of the zero points."""
-        return scales.shape[0], -(-scales.shape[1] * self.bits // WORD_BITS)
+    def _group_size(self, rows: int, groups: int) -> int | None:
+        """Rows that share a scale; None if so many groups are not those of so many rows."""
+        size: Any = self.settings.get("group_size")
+        return size if type(size) is int and size >= 1 and -(-rows // size) == groups else -(-rows // groups)
 
     def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         held = WORD_BITS // self.bits
@@ -417,19 +409,11 @@ class AWQ(GPTQ):
     def name(self) -> str:
         return f"AWQ int{self.bits}"
 
-    def layout(self, parts: Mapping[str, TensorHeader], read: ReadPart) -> Layout:
-        words, scales, zeros = parts["qweight"], parts["scales"], parts.get("qzeros")
-        are_matrices = self._are_matrices(words, scales)
-        shape = (words.shape[0], words.shape[1] * WORD_BITS // self.bits) if are_matrices else (0, 0)
-        if (
-            not are_matrices
-            or scales.shape[1] != shape[1]
-            or shape[0] % scales.shape[0]
-            or zeros is None
-            or zeros.shape != self._zeros_shape(scales)
-        ):
-            raise Contradiction(f"has numbers {_said(words)}, scales {_said(scales)} and other zero points")
-        return Layout(shape, self.bits, (shape[0] // scales.shape[0], 1), "integers")
+    def _shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return rows, columns * WORD_BITS // self.bits
+
+    def _group_size(self, rows: int, groups: int) -> int | None:
+        return None if rows % groups else rows // groups
 
     def numbers(self, parts: Mapping[str, Tensor], layout: Layout, rows: slice) -> Tensor:
         numbers = _in_order(unpack_unsigned(parts["qweight"][rows], self.bits)).float()

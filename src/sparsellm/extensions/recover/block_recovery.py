@@ -17,15 +17,14 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed, dtype_name
-from sparsellm.extensions.integers.layer_scales import layer_scales
 from sparsellm.extensions.integers.quantization import Scales
+from sparsellm.extensions.integers.scales_file import layer_scales
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.recover.training.block_training import refine_block
 from sparsellm.extensions.recover.training.distillation import RATES
 from sparsellm.extensions.recover.training.masked_training import MaskedAdam, TrainingStore
-from sparsellm.extensions.recover.training.memory import trained_bytes
-from sparsellm.extensions.recover.training.trained_weights import Train, trained_names
-from sparsellm.methods import LayerResult, Plan, TrainingResult, planned_layers
+from sparsellm.extensions.recover.training.trained_weights import Train, trained_bytes, trained_names
+from sparsellm.methods import LayerResult, Plan, Step, TrainingResult, planned_layers
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.outputs.fingerprint import WEIGHT_ENDINGS, changed_input, run_inputs
@@ -33,6 +32,7 @@ from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import PrunedReport
 from sparsellm.outputs.verification import Output, read_finished, verify
 from sparsellm.pipeline.loading import OpenedModel
+from sparsellm.pipeline.sequential import block_steps
 from sparsellm.recipes.file import validated
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.selection import layer_names, matching, unmatched
@@ -86,13 +86,16 @@ class BlockRecovery:
     def needs_fisher(self) -> bool:
         return self.training.steps > 0
 
+    def trained_bytes(self, blocks: Sequence[Block]) -> int:
+        """Bytes for the training of the largest of these blocks."""
+        rank, rounded = self.training.rank or 0, bool(self.scales)
+        return max((trained_bytes(block, train=self.train, rank=rank, rounded=rounded) for block in blocks), default=0)
+
     def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
         """Describe the memory that training a block takes. Raises TooLarge if the device has less."""
         blocks = opened.blocks
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-        rank, rounded = self.training.rank or 0, bool(self.scales)
-        needed = trained_bytes(blocks, together=False, train=self.train, rank=rank, rounded=rounded)
-        needed += 2 * 4 * windows.numel() * width  # two streams
+        needed = self.trained_bytes(blocks) + 2 * 4 * windows.numel() * width  # two streams
         check_fits(needed, opened.device, stage="Training a block", advice="Pass fewer `samples`.")
         return f"training a block takes {human_bytes(needed)}"
 
@@ -106,6 +109,10 @@ class BlockRecovery:
             return
         for name, tensor in tensors.items():
             loaded.model.get_parameter(name).copy_(tensor)
+
+    def steps(self, plan: Plan, block: Block, inputs: Activations) -> Iterator[Step]:
+        """Recover a block in place, and yield the results, as `sparsellm.pipeline.sequential.block_steps`."""
+        return block_steps(block, self.recover(block, inputs, plan), plan)
 
     def recover(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | TrainingResult]:
         """Recover a block in place: the result of its training, if it is trained, then those of its layers."""

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Scales
-from sparsellm.extensions.recover.outcome import why_not_recovered, why_unchanged
 from sparsellm.extensions.recover.recipe import SCOPE_STEPS, RecoveryRecipe
 from sparsellm.extensions.recover.training.distillation import Group, adam_for, distill, group_batches, last_states
 from sparsellm.extensions.recover.training.generation import AT_A_TIME, generate_samples
-from sparsellm.extensions.recover.training.memory import outside_bytes, predictions_bytes, trained_bytes, trained_numbers
-from sparsellm.extensions.recover.training.trained_weights import Train
-from sparsellm.methods import WHOLE_MODEL, BlockResult, BlockShapes, Memory, TrainingResult, planned_layers
+from sparsellm.extensions.recover.training.trained_weights import COPIES, Train, pruned_blocks, trained_bytes, trained_numbers
+from sparsellm.methods import WHOLE_MODEL, BlockResult, BlockShapes, Memory, TrainingResult
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head, outside_parameters
-from sparsellm.observers.events import Advance, add_note, run_stage
+from sparsellm.observers.events import add_note, run_stage
 from sparsellm.outputs.journal import TRAINING_STATE, Journal
 from sparsellm.pipeline.loading import OpenedModel, Placement
 from sparsellm.pipeline.preparation import Prepared
@@ -72,7 +70,7 @@ class ModelTraining:
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         batch_size: Largest number of sequences per batch; None for those of a step.
         changes_head: Whether the output head differs from the dense model's, as where an earlier recovery changed it.
-        why_unchanged: Says of a training of which no step lowered the loss why, and what to change.
+        has_steps: Whether the recipe has a field for the number of steps.
     """
 
     steps: int
@@ -83,7 +81,7 @@ class ModelTraining:
     targets: frozenset[str] | None = None
     batch_size: int | None = None
     changes_head: bool = False
-    why_unchanged: Callable[[TrainingResult], str] = field(default=why_unchanged, repr=False)
+    has_steps: bool = field(default=False, repr=False)
 
     on_dense: ClassVar[tuple[str, ...]] = (GENERATING, PREDICTING)
     stage: ClassVar[str] = TRAINING
@@ -106,7 +104,7 @@ class ModelTraining:
             targets=method.targets,
             batch_size=recipe.batch_size,
             changes_head=bool(method.outside),
-            why_unchanged=partial(why_not_recovered, recipe),
+            has_steps=True,
         )
 
     @property
@@ -129,12 +127,12 @@ class ModelTraining:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         batch_tokens = min(model_step(*windows.shape), self.batch_size or len(windows)) * windows.shape[1]
         tokens = windows.numel() + self.count_generated(*windows.shape) * windows.shape[1]
-        trained = trained_bytes(blocks, together=True, train=self.train, rank=self.rank, rounded=self.rounded)
-        if outside := self.numbers_outside(opened.skeleton):
-            trained += outside_bytes(outside, vocabulary * width)
-        return trained + predictions_bytes(
-            tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
-        )
+        trained = sum(trained_bytes(x, train=self.train, rank=self.rank, rounded=self.rounded) for x in blocks)
+        if outside := self.numbers_outside(opened.skeleton):  # with what they were, and a copy of the dense model's head
+            trained += 4 * ((COPIES + 1) * outside + vocabulary * width)
+        # The dense model's last states, three tensors of logits, and the blocks' inputs.
+        predictions: int = 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * len(blocks))
+        return trained + predictions
 
     def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
         """Describe the memory that the training takes. Raises TooLarge if the device has less."""
@@ -159,6 +157,19 @@ class ModelTraining:
         peak = copies + 2 * batch * shapes.forward_bytes  # of the block whose activations are computed again
         yield TRAINING, Memory(peak, [], state_bytes(sum(trained_by_block(ready, self.train, self.rank)) + outside))
 
+    def why_unchanged(self, training: TrainingResult) -> str:
+        """Why no step of the training lowered its loss, and what to change."""
+        _, first, *_ = training.curve
+        best, default = min(point.held_out for point in training.curve[1:]), SCOPE_STEPS["model"]
+        losses = f"{training.before:.4g} before and at best {best:.4g} after"
+        reason = f"no step lowered the held-out loss, {losses}: the weights are unchanged"
+        if first.held_out > training.before and self.steps < default:
+            return (
+                f"{reason}. The learning rate was at its height after {first.step} of {self.steps} steps, the loss "
+                f"{first.held_out:.4g}, and too few steps with a low rate followed. Pass more `steps`, by default {default}"
+            )
+        return f"{reason}. Use more text, with more `samples`{', or more `steps`' if self.has_steps else ''}"
+
     def begin(self, run: Run[Any], loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None) -> Callable[[], None]:
         """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration ones.
 
@@ -169,17 +180,34 @@ class ModelTraining:
         copies_head = self.changes_head or self.trains_outside or blocks_and_head(loaded.model, run.ready.plan)[-1].is_head
         with run_stage(GENERATING, report, observer, unit="sequence") as advance:
             count = self.count_generated(*windows.shape)
-            generated = cached_samples(loaded, windows, count, seed=run.ready.recipe.seed, cache=cache, advance=advance)
+            seed = run.ready.recipe.seed
+            name = f"generated-{count}-{len(windows)}-{seed}"
+            stored = cache.tensors(name) if cache else None
+            if stored is None:
+                new = generate_samples(loaded.model, windows, count, seed=seed, compute=loaded.compute, progress=advance)
+                stored = {"x": new.contiguous()}
+                if cache:
+                    cache.store_tensors(name, stored)
+            generated = stored["x"]
         per_step = model_step(*windows.shape)
         groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
         with run_stage(PREDICTING, report, observer) as advance:
             states = last_states(loaded.model, groups, loaded.compute)
             head = copy.deepcopy(loaded.model.get_output_embeddings()) if copies_head else None
             advance(1, 1)
-        return partial(self._train, run, loaded, _Data(groups, states, held_out, head))
+        return partial(self._train, run, loaded, groups=groups, states=states, held_out=held_out, head=head)
 
-    def _train(self, run: Run[Any], loaded: LoadedModel, data: _Data) -> None:
-        """Train the model toward the dense one's data."""
+    def _train(
+        self,
+        run: Run[Any],
+        loaded: LoadedModel,
+        *,
+        groups: Sequence[Group],
+        states: Sequence[Group],
+        held_out: int,
+        head: nn.Module | None,
+    ) -> None:
+        """Train the model toward the dense one, as `distill` with these arguments."""
         report, observer, plan = run.report, run.observer, run.ready.plan
         blocks = blocks_and_head(loaded.model, plan)
         scales = {
@@ -192,8 +220,8 @@ class ModelTraining:
         with run_stage(TRAINING, report, observer, unit="step") as advance:
             result, changed = distill(
                 loaded.model,
-                data.groups,
-                data.states,
+                groups,
+                states,
                 plan=plan,
                 adam=adam,
                 train=self.train,
@@ -203,8 +231,8 @@ class ModelTraining:
                 outside=self.trains_outside,
                 progress=advance,
                 store=JournalStore(run.journal).begin(WHOLE_MODEL) if run.journal else None,
-                head=data.head,
-                held_out=data.held_out,
+                head=head,
+                held_out=held_out,
             )
             report.blocks = [_update_zeros(block, blocks[block.index]) for block in report.blocks]
             report.add_changes(changed)
@@ -214,16 +242,6 @@ class ModelTraining:
         elif result.steps == 0 and result.curve:
             add_note(f"{TRAINING}: {self.why_unchanged(result)}", report, observer)
         report.recovered = result
-
-
-@dataclass(frozen=True, eq=False)
-class _Data:
-    """The arguments of `distill` that are made with the dense model."""
-
-    groups: list[Group]
-    states: list[Group]
-    held_out: int
-    head: nn.Module | None
 
 
 def model_step(samples: int, length: int) -> int:
@@ -238,7 +256,7 @@ def state_bytes(numbers: int) -> int:
 
 def trained_by_block(ready: Prepared, train: Train, rank: int) -> list[int]:
     """The trained numbers of each block that has pruned layers."""
-    return [trained_numbers(block, train, rank) for block in ready.blocks if planned_layers(block, ready.plan)]
+    return [trained_numbers(block, train, rank) for block in pruned_blocks(ready.blocks, ready.plan)]
 
 
 def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Memory:
@@ -248,20 +266,6 @@ def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Mem
     cached = 2 * 4 * ready.length / 2 * config.hidden_size * len(ready.blocks)  # keys and values, on average
     peak = placement.model * max(4, stored) / stored + min(count, AT_A_TIME) * (2 * cached + 12 * config.vocab_size)
     return Memory(peak, [])
-
-
-def cached_samples(
-    loaded: LoadedModel, windows: Tensor, count: int, *, seed: int, cache: Journal | None, advance: Advance
-) -> Tensor:
-    """Sequences that the dense model generates, (count, seq), from the cache or computed and stored there."""
-    name = f"generated-{count}-{len(windows)}-{seed}"
-    stored = cache.tensors(name) if cache else None
-    if stored is not None:
-        return stored["x"]
-    generated = generate_samples(loaded.model, windows, count, seed=seed, compute=loaded.compute, progress=advance)
-    if cache:
-        cache.store_tensors(name, {"x": generated.contiguous()})
-    return generated
 
 
 class JournalStore:

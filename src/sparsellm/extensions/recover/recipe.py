@@ -48,12 +48,7 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
     @property
     def resolved_steps(self) -> int:
         """Number of gradient steps, for each block or for the whole model."""
-        return self.steps or self.default_steps(self.scope)
-
-    @staticmethod
-    def default_steps(scope: str) -> int:
-        """Number of gradient steps of a scope, if none is given."""
-        return SCOPE_STEPS[scope]
+        return self.steps or SCOPE_STEPS[self.scope]
 
     @property
     def steps_after(self) -> tuple[str, ...]:

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.evaluation.perplexity import measure_perplexity
-from sparsellm.extensions.recover.block_recovery import BlockRecovery, recovery_plan
+from sparsellm.extensions.recover.block_recovery import recovery_plan
 from sparsellm.extensions.recover.model_training import JournalStore
-from sparsellm.extensions.recover.preparation import PreparedRecovery, prepare_recovery
+from sparsellm.extensions.recover.preparation import MEASURING_CHECKPOINT, PreparedRecovery, fit_to_disk, prepare_recovery
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
-from sparsellm.extensions.recover.stage_memory import MEASURING_CHECKPOINT, fit_to_disk
-from sparsellm.methods import BlockResult, Plan, Step
-from sparsellm.models.blocks import Block
+from sparsellm.extensions.recover.training.trained_weights import pruned_blocks
+from sparsellm.methods import BlockResult
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.observers.events import OPENING, READING_TEXTS, Observer, add_note, run_stage
 from sparsellm.outputs.fingerprint import check_inputs
-from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result
 from sparsellm.outputs.verification import changed_before
 from sparsellm.pipeline.dense_results import estimate_fisher
-from sparsellm.pipeline.loading import OpenedModel, Placement, check_runs, load_model, open_model
-from sparsellm.pipeline.preparation import Prepared
+from sparsellm.pipeline.loading import check_runs, load_model, open_model
 from sparsellm.pipeline.run import Run, RunArguments, recorded
-from sparsellm.pipeline.sequential import block_steps, visit_blocks
+from sparsellm.pipeline.sequential import visit_blocks
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.texts.in_memory import Given
 from sparsellm.texts.padding import token_digest
@@ -71,6 +66,7 @@ def recover_run(
         run.schedule([], before=[MEASURING_CHECKPOINT] if ready.tests else [])
         with run.unchanged():
             before = _measure_before(run)
+            gc.collect()  # frees the checkpoint's weights
             loaded = run.load_and_check()
             run.measure("dense", loaded)
             report.add_before(before)
@@ -84,39 +80,21 @@ def recover_run(
 
 
 def _measure_before(run: Run[PreparedRecovery]) -> dict[str, Perplexity]:
-    """The perplexity of the pruned checkpoint, by text."""
-    ready, recipe = run.ready, run.ready.recipe
-    if not ready.tests:
-        return {}
-    unread = {"evaluate": (), "task": ()}  # its texts are tokens already
-    opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None, **unread}))
-    before = _measure_checkpoint(
-        run.report, opened, ready=ready, placement=run.placement, observer=run.observer, folder=run.folder
-    )
-    gc.collect()  # frees the checkpoint's weights
-    return before
-
-
-def _measure_checkpoint(
-    report: Report, opened: OpenedModel, *, ready: Prepared, placement: Placement, observer: Observer, folder: Path | None
-) -> dict[str, Perplexity]:
-    """The perplexity, by text, of the pruned checkpoint that a recovery starts from.
+    """The perplexity of the pruned checkpoint, by text.
 
     What its own report says about the same sequences is not measured again.
-
-    Args:
-        opened: The pruned checkpoint.
-        placement: Where it is held.
-        folder: Folder for the files of this measurement.
     """
+    ready, recipe, report = run.ready, run.ready.recipe, run.report
     results: dict[str, Perplexity] = {}
     loaded: LoadedModel | None = None
     for text, test in ready.tests.items():
-        with run_stage(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
+        with run_stage(MEASURING_CHECKPOINT, report, run.observer, unit="sequence") as advance:
             known = report.before(text)
             if known is None or not known.parts or known.parts.digest != token_digest(test):
                 if loaded is None:
-                    loaded = load_model(report.recipe, opened, folder=folder, placement=placement)
+                    unread = {"evaluate": (), "task": ()}  # its texts are tokens already
+                    opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None, **unread}))
+                    loaded = load_model(report.recipe, opened, folder=run.folder, placement=run.placement)
                     check_runs(loaded, by_block=loaded.weights.on_disk, predicts=True)
                 known = measure_perplexity(loaded, test, PathNames(report.recipe)[text], progress=advance)
             results[text] = known
@@ -148,9 +126,10 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
         finishing = [step.begin(run, loaded, batches, cache) for step in ready.steps]
     if journal:
         method = replace(method, store=JournalStore(journal).begin)
-    visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
+    visited = len(pruned_blocks(blocks, plan))
     with run_stage(ready.recipe.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
-        for step in recover_blocks(loaded, batches, method, plan, fisher=fisher, journal=journal, progress=advance):
+        change = partial(method.steps, plan)
+        for step in visit_blocks(loaded, batches, method, plan, steps=change, fisher=fisher, journal=journal, progress=advance):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
@@ -159,27 +138,3 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
         report.changed_outside = method.outside
     for finish in finishing:
         finish()
-
-
-def recover_blocks(
-    loaded: LoadedModel,
-    batches: Sequence[Tensor],
-    recovery: BlockRecovery,
-    plan: Plan,
-    *,
-    fisher: Sequence[Tensor] = (),
-    journal: Journal | None = None,
-    progress: Callable[[float, int], None] = lambda *_: None,
-) -> Iterator[Step]:
-    """Recover the blocks that have planned layers in place, and yield the results as `prune_blocks` does.
-
-    Args:
-        loaded: The dense model.
-        plan: The pattern of each pruned layer, by full name.
-        fisher: As for `prune_blocks`, like `batches`, `journal` and `progress`.
-    """
-
-    def steps(block: Block, inputs: Activations) -> Iterator[Step]:
-        return block_steps(block, recovery.recover(block, inputs, plan), plan)
-
-    return visit_blocks(loaded, batches, recovery, plan, steps=steps, fisher=fisher, journal=journal, progress=progress)

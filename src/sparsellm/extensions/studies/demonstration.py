@@ -14,10 +14,9 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH
 from sparsellm.extensions.packed.packing import pack
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench
 from sparsellm.extensions.packed.speed import measure_bench
-from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.observers.events import (
     MEASURING,
     WRITING,

@@ -15,8 +15,8 @@ from sparsellm.checkpoints.files import REPORT, WORK, checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.extensions.packed.card import record_speed, recordable
+from sparsellm.extensions.packed.record import Bench
 from sparsellm.extensions.packed.speed import measure_bench
-from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.compare import Comparison, read_comparison
 from sparsellm.extensions.studies.figures import style
 from sparsellm.extensions.studies.page import comparison_page, figure_files, page_name, report_page, speed_page

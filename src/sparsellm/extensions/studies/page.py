@@ -16,8 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import capitalized, plural
-from sparsellm.extensions.packed.sizes import Packed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import Bench, Packed
 from sparsellm.extensions.studies.compare import Comparison, Table
 from sparsellm.extensions.studies.figures import Plot, style
 from sparsellm.extensions.studies.measures import Figure, error_legend, evaluations, headlines, spoken

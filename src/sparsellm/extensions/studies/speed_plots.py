@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sparsellm.errors import plural
-from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
-from sparsellm.extensions.packed.speed_record import Bench
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench, Speed
 from sparsellm.extensions.studies.figures import COLORS, FIGURE_WIDTH, INK, Plot, new_figure
 from sparsellm.runtime.memory import human_bytes
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, dequantized
-from sparsellm.extensions.packed.formats.parts import DTYPES
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of floating-point values."""
 
 VALUES_PADDING = 64
 """Zeros after the last value: a kernel reads values in vectors, and the last one may reach past the end."""

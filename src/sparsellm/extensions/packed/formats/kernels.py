@@ -12,9 +12,8 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, dtype_name, plural
 from sparsellm.extensions.integers.formats import IntegerFormat
-from sparsellm.extensions.packed.formats.bitmask import Bitmask, is_aligned
+from sparsellm.extensions.packed.formats.bitmask import DTYPES, Bitmask, is_aligned
 from sparsellm.extensions.packed.formats.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_kernels, warn_missing
-from sparsellm.extensions.packed.formats.parts import DTYPES
 from sparsellm.runtime.autotuning import Computation, speedup
 
 MAX_TOKENS = 16
@@ -44,78 +43,41 @@ def packed_matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Ten
     bfloat16 numbers stay as they are, unless they are 2^14 times smaller than the largest one. For more tokens, each product of
     a scale and an integer is rounded to x's dtype, as `sparsellm unpack` rounds to the model's.
 
-    Args:
-        x: (tokens, in) float32, bfloat16 or float16.
-        weight: The (out, in) matrix.
-        bias: (out,).
-
-    Returns:
-        (tokens, out) of x's dtype.
-
-    Raises:
-        InvalidSetting: x or the bias do not fit the matrix.
-    """
-    group_size = weight.format.group_size if weight.format else 0
-    parts = weight.mask, weight.values, weight.row_starts
-    return packed_linear(x, *parts, columns=weight.shape[1], scales=weight.scales, group_size=group_size, bias=bias)
-
-
-def packed_linear(
-    x: Tensor,
-    mask: Tensor,
-    values: Tensor,
-    row_starts: Tensor,
-    *,
-    columns: int,
-    scales: Tensor | None = None,
-    group_size: int = 0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Multiply tokens, (..., in), as `packed_matmul` does, by a matrix that is given by its parts.
-
     Within `torch.compile` this is the operator `sparsellm::packed_linear`; outside, the call saves torch's dispatch.
 
     Args:
         x: (..., in) float32, bfloat16 or float16.
-        mask: The bits of a `Bitmask`.
-        values: Its values.
-        row_starts: The positions of its rows.
-        columns: in.
-        scales: (out, groups) bfloat16 scales; None if the values are no integers.
-        group_size: Columns that share a scale; 0 for whole rows.
+        weight: The (out, in) matrix.
         bias: (out,).
 
     Returns:
         (..., out) of x's dtype.
 
     Raises:
-        InvalidSetting: x or the bias do not fit the matrix.
+        InvalidSetting: x or the bias do not fit the matrix, or its scales were cast in place since it was checked.
     """
     if torch.compiler.is_compiling():
-        operator = torch.ops.sparsellm.packed_linear
-        options = {"columns": columns, "scales": scales, "group_size": group_size, "bias": bias}
-        result: Tensor = operator(x, mask, values, row_starts, **options)
+        options = {"columns": weight.shape[1], "scales": weight.scales, "group_size": _group_size(weight), "bias": bias}
+        result: Tensor = torch.ops.sparsellm.packed_linear(x, weight.mask, weight.values, weight.row_starts, **options)
         return result
-    shape = x.shape
-    if shape[-1] != columns or x.device != mask.device or x.dtype not in DTYPES:
+    shape, (rows, columns) = x.shape, weight.shape
+    if shape[-1] != columns or x.device != weight.mask.device or x.dtype not in DTYPES:
         raise InvalidSetting(
             f"x is {x.dtype} with {shape[-1]} columns on {x.device}; float32, bfloat16 or float16 with {columns} columns on "
-            f"{mask.device} is needed."
+            f"{weight.mask.device} is needed."
         )
-    if scales is not None and scales.dtype is not torch.bfloat16:  # cast in place since it was checked
+    if weight.scales is not None and weight.scales.dtype is not torch.bfloat16:
         raise InvalidSetting(
-            f"The scales of a packed matrix are {scales.dtype}; torch.bfloat16 is needed. Load the weight again."
+            f"The scales of a packed matrix are {weight.scales.dtype}; torch.bfloat16 is needed. Load the weight again."
         )
-    rows = len(mask)
     if bias is not None and (bias.shape != (rows,) or bias.device != x.device):
         raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
     library = fastest_kernels() if 0 < tokens <= MAX_TOKENS and x.is_cpu else None
     # Integers stay with the kernel: the other way rounds their products with the scales.
-    if library is None or (scales is None and not is_faster(tokens, values.dtype)):
-        return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
-    parts = _addresses((mask, values, row_starts), scales, group_size)
-    return _call(library, x, parts, shape=(rows, columns), threads=threads_for(rows * columns * tokens), bias=bias)
+    if library is None or (weight.scales is None and not is_faster(tokens, weight.values.dtype)):
+        return _multiply_tiles(x, weight, bias)
+    return _call_packed(library, x, weight, threads_for(rows * columns * tokens), bias=bias)
 
 
 def fastest_kernels() -> Library | None:
@@ -169,10 +131,8 @@ def is_faster(tokens: int, dtype: torch.dtype) -> bool:
         dtype: Dtype of the packed values and of the tokens.
     """
 
-    def make(library: Library, tokens: int) -> tuple[Computation, Computation]:
-        x, weight = _drawn(dtype, tokens)
-        by_torch, by_kernel = partial(_multiply_tiles, x, weight, None), partial(_call_packed, library, x, weight)
-        return by_torch, partial(by_kernel, torch.get_num_threads())
+    def make(library: Library, x: Tensor, weight: Bitmask) -> tuple[Computation, Computation]:
+        return partial(_multiply_tiles, x, weight, None), partial(_call_packed, library, x, weight, torch.get_num_threads())
 
     return _is_faster("packed products", tokens, make, counts=PACKED_TOKENS, dtype=dtype)
 
@@ -184,11 +144,10 @@ def is_faster_dense(tokens: int) -> bool:
     single token, so that this may hold for more tokens and not for one.
     """
 
-    def make(library: Library, tokens: int) -> tuple[Computation, Computation]:
-        x, packed = _drawn(torch.bfloat16, tokens)
+    def make(library: Library, x: Tensor, packed: Bitmask) -> tuple[Computation, Computation]:
         weight = packed.to_dense()
-        by_torch, by_kernel = partial(torch.nn.functional.linear, x, weight), partial(_call_dense, library, x, weight)
-        return by_torch, partial(by_kernel, torch.get_num_threads())
+        by_torch = partial(torch.nn.functional.linear, x, weight)
+        return by_torch, partial(_call_dense, library, x, weight, torch.get_num_threads())
 
     return _is_faster("dense products", tokens, make, counts=DENSE_TOKENS, dtype=torch.bfloat16)
 
@@ -196,7 +155,7 @@ def is_faster_dense(tokens: int) -> bool:
 def _is_faster(
     kind: str,
     tokens: int,
-    make: Callable[[Library, int], tuple[Computation, Computation]],
+    make: Callable[[Library, Tensor, Bitmask], tuple[Computation, Computation]],
     *,
     counts: tuple[int, ...],
     dtype: torch.dtype,
@@ -206,7 +165,7 @@ def _is_faster(
     if library is None or tokens > counts[-1]:
         return False
     count = next(count for count in counts if count >= tokens)
-    return speedup(_comparison(kind, count, dtype, instruction_set()), partial(make, library, count)) >= 1
+    return speedup(_comparison(kind, count, dtype, instruction_set()), lambda: make(library, *_drawn(dtype, count))) >= 1
 
 
 @cache
@@ -287,20 +246,14 @@ def decode_rows(
     """
     library = fastest_kernels() if weight.values.is_cpu else None
     stop = weight.shape[0] if stop is None else stop
-    scales, group_size = weight.scales, weight.format.group_size if weight.format else 0
-    dtype = weight.values.dtype if scales is None else dtype or torch.float32
+    dtype = weight.values.dtype if weight.scales is None else dtype or torch.float32
     dense = weight.mask.new_empty((stop - start, weight.shape[1]), dtype=dtype) if out is None else out
     if library is None:
         return _decode_tiles(weight, start, dense)
     library.decode(
         library.number,
         threads_for((stop - start) * weight.shape[1]),
-        weight.mask.data_ptr(),
-        weight.values.data_ptr(),
-        TYPES[weight.values.dtype],
-        weight.row_starts.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        group_size,
+        *_addresses(weight),
         start,
         stop,
         weight.shape[1],
@@ -319,16 +272,21 @@ def _decode_tiles(weight: Bitmask, start: int, out: Tensor) -> Tensor:
     return out
 
 
-def _addresses(parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int) -> tuple[int | None, ...]:
-    """Return what `_call` takes of a matrix: where its mask and values are, their type, and where its rows and scales are."""
-    mask, values, row_starts = (part.data_ptr() for part in parts)
-    return mask, values, TYPES[parts[1].dtype], row_starts, None if scales is None else scales.data_ptr(), group_size
+def _group_size(weight: Bitmask) -> int:
+    """Columns that share a scale; 0 for whole rows, and without integers."""
+    return weight.format.group_size if weight.format else 0
 
 
-def _call_packed(library: Library, x: Tensor, weight: Bitmask, threads: int) -> Tensor:
-    """Multiply at most `MAX_TOKENS` tokens by a packed matrix without integers."""
-    parts = _addresses((weight.mask, weight.values, weight.row_starts), None, 0)
-    return _call(library, x, parts, shape=weight.shape, threads=threads)
+def _addresses(weight: Bitmask) -> tuple[int | None, ...]:
+    """Return what the kernels take of a matrix: where mask and values are, their type, and where its rows and scales are."""
+    mask, values, row_starts = (part.data_ptr() for part in (weight.mask, weight.values, weight.row_starts))
+    scales = None if weight.scales is None else weight.scales.data_ptr()
+    return mask, values, TYPES[weight.values.dtype], row_starts, scales, _group_size(weight)
+
+
+def _call_packed(library: Library, x: Tensor, weight: Bitmask, threads: int, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply at most `MAX_TOKENS` tokens by a packed matrix."""
+    return _call(library, x, _addresses(weight), shape=weight.shape, threads=threads, bias=bias)
 
 
 def _call_dense(library: Library, x: Tensor, weight: Tensor, threads: int) -> Tensor:
@@ -378,12 +336,6 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
-def _matrix(shape: tuple[int, int], parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int) -> Bitmask:
-    """Return the matrix of a mask, values and positions of rows, and of scales if the values are integers."""
-    bits = 8 if parts[1].dtype is torch.int8 else 4
-    return Bitmask(shape, *parts, scales, None if scales is None else IntegerFormat(bits, group_size))
-
-
 def _multiply_tiles(x: Tensor, weight: Bitmask, bias: Tensor | None) -> Tensor:
     """Multiply tokens by decoded rows, a tile at a time."""
     if load_kernels() is None and x.is_cpu:
@@ -404,8 +356,24 @@ def _multiply_tiles(x: Tensor, weight: Bitmask, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], rows)
 
 
+def _packed_linear(
+    x: Tensor,
+    mask: Tensor,
+    values: Tensor,
+    row_starts: Tensor,
+    *,
+    columns: int,
+    scales: Tensor | None = None,
+    group_size: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The operator: `packed_matmul` by a matrix that is given by its parts."""
+    format = None if scales is None else IntegerFormat(8 if values.dtype is torch.int8 else 4, group_size)
+    return packed_matmul(x, Bitmask((len(mask), columns), mask, values, row_starts, scales, format), bias)
+
+
 def _packed_linear_shape(x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, **options: Any) -> Tensor:
-    """The result of `packed_linear` without its numbers, for tracing."""
+    """The result of the operator without its numbers, for tracing."""
     return x.new_empty((*x.shape[:-1], row_starts.shape[0] - 1))
 
 
@@ -414,5 +382,5 @@ torch.library.define(
     "(Tensor x, Tensor mask, Tensor values, Tensor row_starts, *, SymInt columns, Tensor? scales=None, SymInt group_size=0, "
     "Tensor? bias=None) -> Tensor",
 )
-torch.library.impl("sparsellm::packed_linear", "default", packed_linear)
+torch.library.impl("sparsellm::packed_linear", "default", _packed_linear)
 torch.library.register_fake("sparsellm::packed_linear", _packed_linear_shape)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.extensions.integers.formats import MASK_WORD, IntegerFormat
 from sparsellm.extensions.packed.formats import csr_triton
-from sparsellm.extensions.packed.formats.bitmask import VALUES_PADDING, Bitmask, integer_dtype
-from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
-from sparsellm.extensions.packed.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, is_faster_dense, packed_linear
-from sparsellm.extensions.packed.formats.parts import DTYPES, PARTS
+from sparsellm.extensions.packed.formats.bitmask import DTYPES, VALUES_PADDING, Bitmask, integer_dtype
+from sparsellm.extensions.packed.formats.encoding import PARTS, decode_parts, encode
+from sparsellm.extensions.packed.formats.kernels import DENSE_TOKENS, decode_rows, dense_matmul, is_faster_dense, packed_matmul
 from sparsellm.extensions.packed.packed_files import PackedEntry
 
 RUNNING = ("mask", "values", "row_starts", "scales")
@@ -148,10 +147,6 @@ class PackedLinear(nn.Module):
         super().register_buffer(name, tensor, persistent)
         self._checked = False
 
-    def product(self, x: Tensor) -> Tensor:
-        """Map (..., in) to (..., out) without the bias."""
-        return self._multiply(x, None)
-
     def assign(self, weight: Bitmask) -> None:
         """Replace the weight by one of the same shape and format."""
         self.mask, self.values, self.row_starts, self.scales = weight.mask, weight.values, weight.row_starts, weight.scales
@@ -181,15 +176,13 @@ class PackedLinear(nn.Module):
         is_plain = x.is_cuda and x.dtype is self.values.dtype and not torch.compiler.is_compiling()
         if is_plain and csr_triton.is_available(x.device):
             return self._multiply_compressed(x)
-        return self._multiply(x, self.bias)
+        return self.product(x, self.bias)
 
-    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Map (..., in) to (..., out) by the kernels."""
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map (..., in) to (..., out) by the kernels, with a bias if one is given."""
         if not self._checked:
             self.check()
-        scales, group_size = (self.scales, self.format.group_size) if self.format else (None, 0)
-        options = {"columns": self.in_features, "group_size": group_size}
-        return packed_linear(x, self.mask, self.values, self.row_starts, scales=scales, bias=bias, **options)
+        return packed_matmul(x, self._unchecked(), bias)
 
     def _multiply_compressed(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) with the weight in the form for its GPU, made at the first call after it changed."""
@@ -243,7 +236,8 @@ class PackedLinear(nn.Module):
         if not self.values.is_meta:
             for name in self.running:
                 del destination[prefix + name]
-            destination |= {prefix + name: part for name, part in self._encode().items()}
+            parts = encode(self.weight if self.format is None else self.bitmask)
+            destination |= {prefix + name: part for name, part in parts.items()}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Read the bias, and the stored form or a dense weight. The running form is refused."""
@@ -261,37 +255,22 @@ class PackedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._check_moved()
 
-    def _encode(self) -> dict[str, Tensor]:
-        """Return the parts of the stored form."""
-        return encode(self.weight if self.format is None else self.bitmask)
-
     def _decode(self, parts: Mapping[str, Tensor]) -> None:
         """Replace the weight by that of parts of the stored form, or of a dense `weight`."""
+        place = parts["weight"].device if self.values.is_meta else self.values.device
         if self.format is not None:
-            self._decode_integers(parts, self.format)
+            if "weight_scales" not in parts and "weight_scales_deflated" not in parts:
+                raise InvalidSetting(
+                    f"The layer has integers of {self.format.bits} bits and the state has none. Load the state of such a layer."
+                )
+            weight = decode_parts(parts, (self.out_features, self.in_features), self.dtype, self.format)
+            self.assign(replace(weight, **{name: getattr(weight, name).to(place) for name in self.running}))
             return
         shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
         dense = parts["weight"]
         if dense.shape != shape:
             dense = decode_parts(parts, shape, self.dtype).to_dense()
-        dense = (dense.T if self.transposed else dense).to(self._place(dense), self.dtype)
-        self.assign(Bitmask.from_dense(dense))
-
-    def _decode_integers(self, parts: Mapping[str, Tensor], format: IntegerFormat) -> None:
-        """Replace the weight by that of parts of the stored form with integers."""
-        if "weight_scales" not in parts and "weight_scales_deflated" not in parts:
-            raise InvalidSetting(
-                f"The layer has integers of {format.bits} bits, and the state has none. Load the state of such a layer."
-            )
-        weight, place = (
-            decode_parts(parts, (self.out_features, self.in_features), self.dtype, format),
-            self._place(parts["weight"]),
-        )
-        self.assign(replace(weight, **{name: getattr(weight, name).to(place) for name in self.running}))
-
-    def _place(self, part: Tensor) -> torch.device:
-        """Return where a weight is loaded to: the layer's device, or that of a stored part if the layer has no memory yet."""
-        return part.device if self.values.is_meta else self.values.device
+        self.assign(Bitmask.from_dense((dense.T if self.transposed else dense).to(place, self.dtype)))
 
 
 class Product(torch.autograd.Function):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.extensions.integers.formats import IntegerFormat
-from sparsellm.extensions.packed.formats.linear import PackedLinear
-from sparsellm.extensions.packed.formats.parts import PARTS
+from sparsellm.extensions.packed.formats.encoding import PARTS
+from sparsellm.extensions.packed.formats.linear import DenseLinear, PackedLinear
 from sparsellm.models.experts import GATED, experts_of
 
 FUSED = {"gate_up_proj": GATED[:2], "down_proj": GATED[2:]}
@@ -81,6 +81,17 @@ class PackedExperts(nn.Module):
         self.__class__ = self.original  # type: ignore[assignment]
         for parameter, tensor in decoded.items():
             self.register_parameter(parameter, nn.Parameter(tensor))
+
+
+def decode_layers(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace packed layers by dense ones of a dtype, by default their own, which torch multiplies as in any model."""
+    for module in [module for module in model.modules() if isinstance(module, PackedExperts)]:
+        module.become_dense(dtype)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, DenseLinear):
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+        elif isinstance(module, PackedLinear):
+            model.set_submodule(path, module.to_dense(dtype))
 
 
 def can_be_packed(module: nn.Module) -> bool:

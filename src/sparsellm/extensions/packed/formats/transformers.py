@@ -21,15 +21,15 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsellm.checkpoints.files import checkpoint_name
+from sparsellm.checkpoints.headers import read_all_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name
 from sparsellm.extensions.packed.formats import kernels
+from sparsellm.extensions.packed.formats.bitmask import DTYPES
 from sparsellm.extensions.packed.formats.linear import DenseLinear, PackedLinear
-from sparsellm.extensions.packed.formats.packed_checkpoint import read_packed
-from sparsellm.extensions.packed.formats.packed_experts import NUMBERS, PackedExperts, number_layers
-from sparsellm.extensions.packed.formats.packed_tensors import pack_again
-from sparsellm.extensions.packed.formats.parts import DTYPES
+from sparsellm.extensions.packed.formats.packed_experts import NUMBERS, decode_layers, number_layers
+from sparsellm.extensions.packed.formats.packed_tensors import pack_again, packed_weights
 from sparsellm.extensions.packed.formats.weight_converter import PATTERN, plan_conversion
 from sparsellm.extensions.packed.packed_files import PACKED_METHOD, PACKED_VERSION, check_version, metadata_of, parts_of
 
@@ -90,10 +90,12 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_weight_conversions(self, weight_conversions: list[WeightTransform], model: Any = None) -> list[WeightTransform]:
         """Put packed layers into the model, and the converter that loads them in front of transformers' own."""
         model, self._model = self._model, None
-        self.packed, dense = read_packed(self._files)
+        self.packed = {name: weight for file in self._files for name, weight in packed_weights(file).items()}
         if not self.packed:
             raise BadCheckpoint("config.json says that the model is packed, and its weight files list no packed tensors.")
-        converter = plan_conversion(model, weight_conversions, packed=self.packed, dense=dense)
+        converter = plan_conversion(
+            model, weight_conversions, packed=self.packed, dense=read_all_headers(self._files).keys() - self.packed.keys()
+        )
         self._scales = converter.scales
         if decoded := converter.decoded():
             others = f" and {len(decoded) - 1} others" if decoded[1:] else ""
@@ -153,13 +155,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         """Replace packed layers by dense ones."""
         # A name comes from the configuration, once save_pretrained has written it.
         found: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        for module in [module for module in model.modules() if isinstance(module, PackedExperts)]:
-            module.become_dense(found)
-        for path, module in list(model.named_modules()):
-            if isinstance(module, DenseLinear):
-                module.__class__ = nn.Linear  # type: ignore[assignment]
-            elif isinstance(module, PackedLinear):
-                model.set_submodule(path, module.to_dense(found))
+        decode_layers(model, found)
         model._weight_conversions = self._conversions
         return model
 

@@ -24,9 +24,8 @@ from transformers.core_model_loading import (
 from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.linear import RUNNING, PackedLinear
-from sparsellm.extensions.packed.formats.packed_checkpoint import PackedTensor
 from sparsellm.extensions.packed.formats.packed_experts import FUSED, become_packed, can_be_packed
-from sparsellm.extensions.packed.formats.packed_tensors import dense_tensor
+from sparsellm.extensions.packed.formats.packed_tensors import PackedWeight, decode_matrix, dense_tensor
 from sparsellm.models.architectures import is_linear
 from sparsellm.models.experts import GATED
 
@@ -71,7 +70,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
 
     def __init__(
         self,
-        packed: Mapping[str, PackedTensor],
+        packed: Mapping[str, PackedWeight],
         targets: Mapping[str, LoadTarget],
         *,
         names: Mapping[str, str],
@@ -119,7 +118,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
     def _running_form(self, target: LoadTarget, stored: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Return the buffers of a packed layer, by name."""
         assert target.layer is not None
-        weight = self.packed[target.sources[0][0]].decode(stored)
+        weight = self._matrix(target.sources[0][0], stored)
         path = target.name.rpartition(".")[0]
         if weight.format is None and target.layer.transposed:
             weight = Bitmask.from_dense(weight.to_dense().T)
@@ -132,10 +131,18 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         """Return a tensor in its stored shape."""
         if key not in self.packed:
             return stored[key]
-        matrix = self.packed[key].decode(stored)
+        matrix = self._matrix(key, stored)
         if matrix.scales is not None:
             self.scales[key] = matrix.scales
         return dense_tensor(matrix, self.packed[key].entry)
+
+    def _matrix(self, key: str, stored: Mapping[str, Tensor]) -> Bitmask:
+        """Return the matrix of a packed tensor."""
+        weight = self.packed[key]
+        try:
+            return decode_matrix({part: stored[name] for part, (_, name) in weight.parts.items()}, weight.entry)
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{key}: {error}") from None
 
 
 def _materialize(tensor: Any) -> Tensor:
@@ -148,7 +155,7 @@ def plan_conversion(
     model: PreTrainedModel,
     transforms: Sequence[WeightTransform],
     *,
-    packed: Mapping[str, PackedTensor],
+    packed: Mapping[str, PackedWeight],
     dense: Iterable[str],
 ) -> PackedConverter:
     """Replace the linear layers of packed weights by packed layers, and return the converter that loads them.
@@ -184,18 +191,42 @@ def plan_conversion(
         pattern = pieces[0][1]
         target = LoadTarget(name, tuple(pieces), state[name].dtype, converter=by_pattern[pattern] if pattern else None)
         if len(pieces) == 1 and pattern is None:
-            _check_shape(name, packed[pieces[0][0]], tuple(state[name].shape))
-            target = _replace_linear(model, target, packed[pieces[0][0]])
+            weight, shape = packed[pieces[0][0]], tuple(state[name].shape)
+            if weight.shape != shape:
+                raise BadCheckpoint(
+                    f"{name} is {weight.shape}, but config.json calls for {shape}. It may belong to another model."
+                )
+            target = _replace_linear(model, target, weight)
         targets[target.name] = target
     targets = _replace_experts(model, targets, packed)
     for target in targets.values():
         for key, _ in target.sources:
-            for stored in packed[key].parts.values() if key in packed else (key,):
+            for stored in stored_names(packed[key]) if key in packed else (key,):
                 names[rename_source_key(stored, renamings, [])[0]] = target.name
-    everything = dense.union(*(tensor.parts.values() for tensor in packed.values()))
+    everything = dense.union(*map(stored_names, packed.values()))
     free = [key for key in sorted(everything) if rename_source_key(key, renamings, [])[0] not in names]
     _check_names(model, free, transforms=(renamings, converters))
     return PackedConverter(packed, targets, names=names, scales={})
+
+
+def stored_names(weight: PackedWeight) -> list[str]:
+    """The names of the parts of a packed tensor in its file."""
+    return [name for _, name in weight.parts.values()]
+
+
+def packed_layer(weight: PackedWeight, *, dtype: torch.dtype, transposed: bool = False) -> PackedLinear:
+    """Build a layer on the meta device, without a bias, that has room for a packed tensor."""
+    outputs, inputs = weight.shape[::-1] if transposed else weight.shape
+    return PackedLinear(
+        inputs,
+        outputs,
+        False,
+        kept=weight.sizes["weight"],
+        format=weight.integers,
+        transposed=transposed,
+        dtype=dtype,
+        device="meta",
+    )
 
 
 def _name_of(
@@ -226,16 +257,8 @@ def _check_names(
             )
 
 
-def _check_shape(name: str, packed: PackedTensor, shape: tuple[int, ...]) -> None:
-    """Raise BadCheckpoint for a packed weight of another shape than the model's, before it is decoded."""
-    if packed.entry.shape != shape:
-        raise BadCheckpoint(
-            f"{name} is {packed.entry.shape}, but config.json calls for {shape}. It may belong to another model."
-        )
-
-
 def _replace_experts(
-    model: PreTrainedModel, targets: Mapping[str, LoadTarget], packed: Mapping[str, PackedTensor]
+    model: PreTrainedModel, targets: Mapping[str, LoadTarget], packed: Mapping[str, PackedWeight]
 ) -> dict[str, LoadTarget]:
     """Replace the parameters of experts by packed layers, where each stored tensor is a layer of one of them."""
     result = dict(targets)
@@ -244,7 +267,7 @@ def _replace_experts(
         keys = {name: key for target in fused for name, key in _layers_of(model, module, target, packed=packed).items()}
         if len(keys) != len(GATED) * len(module.get_parameter("down_proj")):
             continue
-        layers = {name: packed[key].layer(dtype=fused[0].dtype) for name, key in keys.items()}
+        layers = {name: packed_layer(packed[key], dtype=fused[0].dtype) for name, key in keys.items()}
         become_packed(module, layers)
         for target in fused:
             del result[target.name]
@@ -255,7 +278,7 @@ def _replace_experts(
 
 
 def _layers_of(
-    model: PreTrainedModel, module: nn.Module, target: LoadTarget, *, packed: Mapping[str, PackedTensor]
+    model: PreTrainedModel, module: nn.Module, target: LoadTarget, *, packed: Mapping[str, PackedWeight]
 ) -> dict[str, str]:
     """Return the stored name of every layer that a parameter of experts is made of, by path; empty if one is not packed."""
     parameter = target.name.rpartition(".")[2]
@@ -278,7 +301,7 @@ def _layers_of(
     return {path: keys[number] for path, number in zip(paths, numbers.flatten().tolist(), strict=True)}
 
 
-def _replace_linear(model: PreTrainedModel, target: LoadTarget, packed: PackedTensor) -> LoadTarget:
+def _replace_linear(model: PreTrainedModel, target: LoadTarget, packed: PackedWeight) -> LoadTarget:
     """Replace the module of a weight by a packed layer, if it is a linear layer whose weight no other module has."""
     path, _, name = target.name.rpartition(".")
     module = model.get_submodule(path)
@@ -288,7 +311,7 @@ def _replace_linear(model: PreTrainedModel, target: LoadTarget, packed: PackedTe
     transposed = type(module).__name__ == "Conv1D"
     if packed.entry.bits is not None and packed.entry.transposed != transposed:  # its groups are not along the inputs
         return target
-    layer = packed.layer(dtype=target.dtype, transposed=transposed)
+    layer = packed_layer(packed, dtype=target.dtype, transposed=transposed)
     layer.bias = module.bias
     model.set_submodule(path, layer)
     return LoadTarget(f"{path}.{RUNNING[0]}", target.sources, target.dtype, layer)

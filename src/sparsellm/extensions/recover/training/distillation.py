@@ -115,7 +115,7 @@ def distill(
 ) -> tuple[TrainingResult, tuple[str, ...]]:
     r"""Minimize $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions over the blocks' parameters, in place.
 
-    The blocks' activations are recomputed in the backward pass. Memory: see `sparsellm.extensions.recover.training.memory`.
+    The blocks' activations are recomputed in the backward pass. Memory: see `ModelTraining.memory_bytes`.
 
     Args:
         groups: Token ids, (batch, seq) each, from `group_batches`.

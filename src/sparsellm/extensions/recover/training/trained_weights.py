@@ -1,5 +1,7 @@
 r"""The tensors that gradient steps train, with fixed masks: the parameters, or low-rank factors of a change to them.
 
+And the memory that their training takes, in closed form.
+
 The factors follow Zimmer et al., PERP: Rethinking the Prune-Retrain Paradigm in the Era of LLMs (2023), which retrains pruned
 models by LoRA (Hu et al., 2022) with the mask inside the product.
 """
@@ -21,6 +23,17 @@ Train = Literal["full", "lora"]
 
 TRAINING_WIDTH = 256
 """Width of the models on which the learning rates were chosen."""
+
+
+COPIES = 7
+"""float32 copies of the trained tensors: the weights, Adam's two moments, the best state so far, the gradient of a batch,
+and the float64 sum of all batches' gradients, which counts as two."""
+
+ROUNDED_BYTES = 5
+"""Additional bytes of a weight that is integers times scales: its integer, and float32 beside what is trained."""
+
+LORA_COPIES = 3
+"""float32 copies of weights with low-rank factors: the weights, what they were, and the gradient of a batch."""
 
 
 class TrainedWeights(Protocol):
@@ -122,3 +135,28 @@ def trained_names(block: Block, layers: Sequence[str], train: Train, targets: It
 def pruned_blocks(blocks: Iterable[Block], plan: Plan) -> list[Block]:
     """The blocks that have a layer in the plan."""
     return [block for block in blocks if any(block.full_name(name) in plan for name in block.layers)]
+
+
+def trained_bytes(block: Block, *, train: Train = "full", rank: int = 0, rounded: bool = False) -> int:
+    """Bytes for the training of a block; its other parameters, which are cast to float32, are counted too.
+
+    Args:
+        rounded: Whether weights are integers times scales.
+    """
+    total = sum(tensor.numel() for tensor in block.module.parameters())
+    trained = trained_numbers(block, train, rank)
+    if train == "full":
+        return (4 * COPIES + ROUNDED_BYTES * rounded) * total
+    return 4 * (LORA_COPIES * total + COPIES * trained)
+
+
+def trained_numbers(block: Block, train: Train, rank: int) -> int:
+    """Count the numbers that training changes in a block: its parameters, or the factors of rank `rank`."""
+    parameters = dict(block.module.named_parameters())
+    trained = [parameters[name] for name in trained_names(block, list(block.layers), train)]
+    if train != "lora":
+        return sum(tensor.numel() for tensor in trained)
+    return sum(
+        (tensor.numel() // (tensor.shape[-1] * tensor.shape[-2])) * min(rank, *tensor.shape[-2:]) * sum(tensor.shape[-2:])
+        for tensor in trained
+    )
