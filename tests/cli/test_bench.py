@@ -21,7 +21,7 @@ from sparsellm.extensions.packed.formats import kernels, memory_reads
 from sparsellm.extensions.packed.formats import transformers as packed_transformers
 from sparsellm.extensions.packed.sizes import Packed
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.extensions.studies.speed_plots import SPEED_COLUMNS
+from sparsellm.extensions.studies.tables import SPEED_COLUMNS
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]

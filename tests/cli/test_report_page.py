@@ -31,8 +31,8 @@ from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.studies.compare import read_comparison
 from sparsellm.extensions.studies.figures import Plot
 from sparsellm.extensions.studies.page import comparison_page, report_page, verdict
+from sparsellm.extensions.studies.plots import convergence, run_plots
 from sparsellm.extensions.studies.run_again import run_command, sweep_yaml
-from sparsellm.extensions.studies.run_plots import convergence, run_plots
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.outputs.report import PrunedReport, Report, load_report
 from sparsellm.recipes.file import validated

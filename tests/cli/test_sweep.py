@@ -21,7 +21,7 @@ from sparsellm.extensions.studies.run_again import sweep_yaml
 from sparsellm.extensions.studies.sweep_cells import Sweep
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
-from sparsellm.extensions.studies.sweep_tables import to_markdown
+from sparsellm.extensions.studies.tables import to_markdown
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline import cached_allocation, measuring
 from sparsellm.pipeline import dense_results as stages

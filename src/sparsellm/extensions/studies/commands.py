@@ -118,7 +118,7 @@ def sweep(
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.extensions.studies.sweep_file import read_sweep
         from sparsellm.extensions.studies.sweep_runner import read_outcomes, run_sweep
-        from sparsellm.extensions.studies.sweep_tables import grid, legend, table, to_json, write_tables
+        from sparsellm.extensions.studies.tables import grid, legend, table, to_json, write_tables
         from sparsellm.observers.display import Display
         from sparsellm.runtime import process_group
         from sparsellm.texts.paths import local_path
@@ -275,7 +275,7 @@ def _saved(run: str) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
     from sparsellm.checkpoints.files import REPORT
     from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
-    from sparsellm.extensions.studies.sweep_tables import table, to_json
+    from sparsellm.extensions.studies.tables import table, to_json
     from sparsellm.outputs.folder import check_results, is_sweep
     from sparsellm.outputs.report import read_report
 
@@ -311,7 +311,7 @@ def bench(
         batches, counts = read_counts("--batch", batch), read_counts("--threads", threads)
 
         from sparsellm.extensions.studies.interface import bench as measure
-        from sparsellm.extensions.studies.speed_plots import LEGEND, size_line, speed_tables
+        from sparsellm.extensions.studies.tables import LEGEND, size_line, speed_tables
 
         with displayed(f"measuring {packed}", context) as observe:
             result = measure(

@@ -14,8 +14,7 @@ from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import InvalidSetting, capitalized, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import Perplexity
-from sparsellm.extensions.studies.measures import Figure, figure_of, measures, short_names
-from sparsellm.extensions.studies.ranking import Ranking, rank_figures
+from sparsellm.extensions.studies.measures import Figure, Ranking, Table, figure_of, measures, rank_figures, short_names
 from sparsellm.extensions.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
 from sparsellm.outputs.folder import check_results, is_sweep
 from sparsellm.outputs.report import NOT_PRUNED, Report, When, load_report
@@ -33,9 +32,6 @@ SAME_TEXT = 0.01
 
 UNKNOWN_ERROR = "difference without a known error (measured on other sequences, on one, or by an earlier version)"
 """How differences are introduced whose error cannot be computed."""
-
-Table = tuple[list[str], list[list[str]]]
-"""Head and lines of a table."""
 
 MeasuredOn = tuple[str, int | None, int | None, int | None]
 """The sequences of a perplexity: name of the text, number of sequences, tokens of the longest and of all."""
@@ -146,7 +142,7 @@ class Comparison:
         shown |= {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
         return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
 
-    def rankings(self) -> dict[MeasuredOn | str, Ranking[str]]:
+    def rankings(self) -> dict[MeasuredOn | str, Ranking]:
         """The best run on each text and task on which several runs were measured, and how the others differ from it."""
         figures = [(run.name, run.figures) for run in self.runs]
         keys = dict.fromkeys(key for _, by_key in figures for key in by_key)
@@ -160,7 +156,7 @@ class Comparison:
         head = ["run", *_column_names([key for key in kept if not isinstance(key, str)])]
         head += [key for key in kept if isinstance(key, str)]
 
-        def cell(name: str, ranking: Ranking[str]) -> str:
+        def cell(name: str, ranking: Ranking) -> str:
             if name == ranking.best:
                 return ranking.mark
             return str(ranking.differences.get(name) or "-")

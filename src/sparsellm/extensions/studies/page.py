@@ -18,17 +18,32 @@ from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import capitalized, plural
 from sparsellm.extensions.packed.sizes import Packed
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.extensions.studies.compare import Comparison, Table
+from sparsellm.extensions.studies.compare import Comparison
 from sparsellm.extensions.studies.figures import Plot, style
-from sparsellm.extensions.studies.measures import Figure, error_legend, evaluations, headlines, spoken
-from sparsellm.extensions.studies.ranking import claim, rank_figures
+from sparsellm.extensions.studies.measures import (
+    Figure,
+    Table,
+    claim,
+    error_legend,
+    evaluations,
+    headlines,
+    rank_figures,
+    spoken,
+)
+from sparsellm.extensions.studies.plots import at_bound, run_plots, speed_plot, sweep_plots
 from sparsellm.extensions.studies.run_again import report_command, run_command, sweep_command, sweep_yaml
-from sparsellm.extensions.studies.run_plots import at_bound, run_plots
-from sparsellm.extensions.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
 from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
-from sparsellm.extensions.studies.sweep_plots import sweep_plots
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
-from sparsellm.extensions.studies.sweep_tables import Row, grid, legend, models, shown_measures, table
+from sparsellm.extensions.studies.tables import (
+    LEGEND,
+    Row,
+    grid,
+    legend,
+    shown_measures,
+    size_line,
+    speed_tables,
+    table,
+)
 from sparsellm.outputs.folder import is_sweep
 from sparsellm.outputs.report import NOT_PRUNED, Report, read_report
 from sparsellm.outputs.saving import Result
@@ -290,7 +305,7 @@ def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]
     measure = next(iter(headlines(shown_measures(rows))), "")
     by_place: dict[tuple[str, str], dict[str, Figure]] = {}
     for row in (row for row in rows if measure in row.figures):
-        key = row.labels.get("model", models(sweep)[0]), row.labels.get("sparsity", "")
+        key = row.labels.get("model", sweep.models[0]), row.labels.get("sparsity", "")
         by_place.setdefault(key, {})[labels_in_words(row.labels, ("model", "sparsity"))] = row.figures[measure]
     best = {key: ranking for key, figures in by_place.items() if (ranking := rank_figures(figures))}
     for model in dict.fromkeys(model for model, _ in best):

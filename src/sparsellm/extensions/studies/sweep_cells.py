@@ -27,6 +27,11 @@ class Cell(BaseModel, frozen=True):
         """All labels as text."""
         return labels_in_words(self.labels)
 
+    @property
+    def model(self) -> str:
+        """The label of its model, or the last part of the model's name if models are no axis."""
+        return self.labels.get("model", PurePath(self.recipe.model).name)
+
 
 def labels_in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
     """Labels as text, numbers with the name of their axis. `without`: axes to leave out."""
@@ -73,6 +78,11 @@ class Sweep(BaseModel, frozen=True):
     published: tuple[Published, ...] = ()
     smoke: bool = False
     ignored: str = ""
+
+    @property
+    def models(self) -> list[str]:
+        """The model of each cell, each once."""
+        return list(dict.fromkeys(cell.model for cell in self.cells))
 
     def at(self, selection: Sequence[str]) -> list[Cell]:
         """The cells with the given labels.
