@@ -32,7 +32,7 @@ from sparsellm.extensions.studies.measures import (
 )
 from sparsellm.extensions.studies.plots import at_bound, run_plots, speed_plot, sweep_plots
 from sparsellm.extensions.studies.run_again import report_command, run_command, sweep_command, sweep_yaml
-from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
+from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
 from sparsellm.extensions.studies.tables import (
     LEGEND,
@@ -291,7 +291,7 @@ def _sweep_page(path: Path) -> Page:
         command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",
-        settings=sweep_yaml(sweep),
+        settings=sweep_yaml(sweep, names),
     )
 
 

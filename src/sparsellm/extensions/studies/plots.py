@@ -28,7 +28,7 @@ from sparsellm.extensions.studies.figures import (
 )
 from sparsellm.extensions.studies.measures import BITS_A_WEIGHT, Figure, headlines, short_names, spoken, value_with_error
 from sparsellm.extensions.studies.search_result import SearchResult
-from sparsellm.extensions.studies.sweep_cells import Cell, Sweep, labels_in_words
+from sparsellm.extensions.studies.sweep_file import Cell, Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome
 from sparsellm.extensions.studies.tables import SEED_AXIS, Row
 from sparsellm.methods import WHOLE_MODEL, BlockResult, LayerResult, TrainingResult

@@ -16,7 +16,7 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.extensions.studies.search_result import SEARCH, Point, SearchResult
-from sparsellm.extensions.studies.sweep_cells import Cell
+from sparsellm.extensions.studies.sweep_file import Cell
 from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell
 from sparsellm.extensions.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
 from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage, add_note

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
-from sparsellm.extensions.studies.sweep_cells import Cell, Sweep
+from sparsellm.extensions.studies.sweep_file import Cell, Sweep
 from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.observers.wording import worded
 from sparsellm.outputs.fingerprint import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input

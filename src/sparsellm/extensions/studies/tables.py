@@ -13,7 +13,7 @@ from sparsellm.errors import capitalized
 from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH, Speed
 from sparsellm.extensions.packed.speed_record import Bench
 from sparsellm.extensions.studies.measures import OF_RUN, Figure, Table, error_legend, mean_over_seeds, measures, spoken
-from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
+from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.json_files import durable, strict_json
