@@ -15,7 +15,7 @@ from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH
 from sparsellm.extensions.packed.packing import pack
 from sparsellm.extensions.packed.speed import measure_bench
 from sparsellm.extensions.packed.speed_record import Bench
-from sparsellm.observers.events import WRITING, NextRun, Observer, Stage
+from sparsellm.observers.events import NextRun, Observer
 from sparsellm.pipeline.several import RunSet
 from sparsellm.recipes.fields import METHODS
 from sparsellm.recipes.file import read_recipe
@@ -76,8 +76,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
             seconds, change = report.seconds[Recipe.stage], pruned.against(dense)
             rows.append(DemoRow(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
             if method == "sparsellm" and output is not None:
-                observe(Stage(WRITING))
-                result.save_pretrained(output)
+                runs.save(result, output, overwrite=False)
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from sparsellm.extensions.studies.measures import (
     spoken,
 )
 from sparsellm.extensions.studies.plots import at_bound, run_plots, speed_plot, sweep_plots
-from sparsellm.extensions.studies.run_again import report_command, run_command, sweep_command, sweep_yaml
+from sparsellm.extensions.studies.run_again import run_command, sweep_yaml
 from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
 from sparsellm.extensions.studies.tables import (
@@ -118,7 +119,7 @@ def comparison_page(comparison: Comparison) -> str:
             notes=comparison.notes,
             tables=comparison.tables(),
             legend=" ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
-            command=report_command(comparison.folders),
+            command=shlex.join(["sparsellm", "report", *comparison.folders]),
             file="recipes.yaml",
             settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
         ).to_html()
@@ -288,7 +289,7 @@ def _sweep_page(path: Path) -> Page:
         tables={"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         legend=" ".join(legend(sweep, rows)),
         plots=sweep_plots(sweep, rows, outcomes),
-        command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
+        command=shlex.join(["sparsellm", "sweep", "sweep.yaml", f"{name}-again", *(["--smoke"] if sweep.smoke else [])]),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",
         settings=sweep_yaml(sweep, names),

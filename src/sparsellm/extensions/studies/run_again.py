@@ -50,16 +50,6 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def sweep_command(file: str, output: str, *, smoke: bool) -> str:
-    """The command line that runs a sweep file, at the small sizes of a first try if `smoke`."""
-    return shlex.join(["sparsellm", "sweep", file, output, *(["--smoke"] if smoke else [])])
-
-
-def report_command(runs: Sequence[str]) -> str:
-    """The command line that compares runs."""
-    return shlex.join(["sparsellm", "report", *runs])
-
-
 def bench_command(
     packed: str | Path, against: str | Path | None, *, batches: Sequence[int], threads: Sequence[int], tokens: int
 ) -> str:

@@ -19,7 +19,7 @@ from sparsellm.extensions.studies.search_result import SEARCH, Point, SearchResu
 from sparsellm.extensions.studies.sweep_file import Cell
 from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell
 from sparsellm.extensions.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
-from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage, add_note
+from sparsellm.observers.events import NextRun, Note, Observer, add_note
 from sparsellm.outputs.fingerprint import check_inputs, environment, model_fingerprint, run_inputs
 from sparsellm.outputs.journal import JOURNAL
 from sparsellm.outputs.report import Report
@@ -179,8 +179,7 @@ class _Searcher:
                 if note := bound_note(point, self._target, self._grid):
                     add_note(note, result.report, self._observe)
                 result.report.sections[SEARCH] = SearchResult(str(self._target), tuple(self._sorted()))
-                self._observe(Stage(WRITING))
-                result.save_pretrained(self._output, overwrite=True)
+                self._runs.save(result, self._output, overwrite=True)
 
         self._number += 1
         self._announce(f"{name} {Unstructured(sparsity)}")
