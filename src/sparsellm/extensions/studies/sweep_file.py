@@ -278,42 +278,39 @@ def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> 
 
 
 def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Excluded]) -> tuple[list[Cell], str]:
-    """Every combination of the axes that is not excluded, without the fields that its method does not have.
+    """Every combination of the axes that is not excluded, without an effort if its method has none.
 
-    Of cells that differ only in such fields, the first one is kept. Fields that no cell has are left for its recipe to refuse.
+    Of cells that differ only in it, the first one is kept. Where no cell's method has efforts, the recipe refuses them.
 
     Returns:
-        The cells, and which fields were left out, in sentences.
+        The cells, and which left out an effort, in sentences.
     """
     combinations = list(_combinations(shared, axes, excluded))
-    used = {name for _, fields in combinations for name in fields if name not in _not_its_own(fields)}
+    has_effort = any("effort" in fields and _method(fields) == "sparsellm" for _, fields in combinations)
     cells: dict[str, Cell] = {}
-    methods: dict[str, dict[str, None]] = {}  # by field, the methods that do not have it
+    without: dict[str, None] = {}  # the methods that do not have it
     for labels, fields in combinations:
-        unused = [name for name in _not_its_own(fields) if name in fields and name in used]
+        if unused := has_effort and "effort" in fields and _method(fields) != "sparsellm":
+            del fields["effort"]
         try:
-            recipe = read_recipe({name: value for name, value in fields.items() if name not in unused})
+            recipe = read_recipe(fields)
         except InvalidSetting as error:
             error.add_note(f"in the cell {labels_in_words(labels)}; `leave_out:` removes cells from a sweep")
             raise
-        for name in unused:
-            methods.setdefault(name, {})[recipe.method] = None
         cell, key = Cell(labels=labels, recipe=recipe), recipe.model_dump_json()
+        if unused:
+            without[recipe.method] = None
         cells.setdefault(key if unused else f"{key} {cell.name}", cell)
     _check_distinct(list(cells.values()))
-    without: dict[str, list[str]] = {}
-    for name, of in methods.items():
-        without.setdefault(" and ".join(of), []).append(name)
-    lines = [f"Cells of {of} leave out settings of other methods: {', '.join(names)}." for of, names in without.items()]
+    lines = [f"Cells of {' and '.join(without)} leave out settings of other methods: effort."] if without else []
     if len(cells) < len(combinations):
         lines.append("Combinations that differ in these only are one cell.")
     return list(cells.values()), " ".join(lines)
 
 
-def _not_its_own(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that belong to other methods than the one in these fields."""
-    method, _ = split_name(fields.get("method", Recipe.model_fields["method"].default), "method")
-    return () if method == "sparsellm" else ("effort",)
+def _method(fields: Mapping[str, Any]) -> str:
+    """The name of the method in these fields."""
+    return str(split_name(fields.get("method", Recipe.model_fields["method"].default), "method")[0])
 
 
 def _combinations(
