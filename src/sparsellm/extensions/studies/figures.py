@@ -6,7 +6,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -28,7 +28,7 @@ FIGURE_WIDTH = 4.4
 COLORS = ("#3d85c6", "#e08214", "#3a9a5b", "#c2559d", "#8c6bb1", "#a6761d", "#d1495b", "#5b9aa0")
 """Colors of lines and bars, distinct on white and on black and with most color vision deficiencies."""
 
-COLOR_MAPS = {"error": "YlOrRd", "sparsity": "PuBu", "measure": "YlGn", "block": "viridis"}
+COLOR_MAPS = {"error": "YlOrRd", "sparsity": "PuBu", "measure": "YlGn"}
 """Color maps, one for each kind of value."""
 
 BOUND_MARKS = {"minimum": "▼", "maximum": "▲"}
@@ -37,7 +37,7 @@ BOUND_MARKS = {"minimum": "▼", "maximum": "▲"}
 MARKERS = "osD^vPX*"
 
 NAMED = 16
-"""The most lines in a legend; figures with more have none."""
+"""The most lines in a legend; figures with more have none, and their lines the colors of a gradient."""
 
 NUMBERED = 12
 """The most columns of a heat map with a number in each cell."""
@@ -143,34 +143,6 @@ def seconds_figure(seconds: Mapping[str, float]) -> Figure:
     return figure
 
 
-def curves_figure(
-    panels: Mapping[str, Mapping[str, Iterable[tuple[float, float | None]]]], xlabel: str, *, log: bool
-) -> Figure:
-    """A panel for each label of a vertical axis, with a line of (x, y) for each name, whose color is that of its place.
-
-    Args:
-        log: Whether the vertical axes are logarithmic.
-    """
-    from matplotlib import colormaps
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(7.0 if len(panels) > 1 else FIGURE_WIDTH, 3.0)
-    for axes, (label, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for number, (name, points) in enumerate(lines.items()):
-            color = colormaps[COLOR_MAPS["block"]](0.25 + 0.65 * number / max(len(lines) - 1, 1))
-            xy = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-            axes.plot([x for x, _ in xy], [y for _, y in xy], marker="o", color=color, label=name)
-        if log:
-            axes.set_yscale("log")
-        plain_numbers(axes)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if len(lines) <= 8:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
-    return figure
-
-
 def heat_map(
     cells: Sequence[Sequence[float]],
     rows: Sequence[str],
@@ -241,23 +213,28 @@ Lines = dict[tuple[str, str], list[PlotPoint]]
 def line_figure(
     lines: Lines,
     panels: Sequence[Sequence[str]],
-    size: tuple[float, float],
     *,
     xlabel: str,
     ylabel: str,
     kinds: Sequence[str],
-    finish: Callable[[Axes], object],
+    size: tuple[float, float] = (3.3, 2.8),
+    log: bool = False,
+    finish: Callable[[Axes], object] = lambda _: None,
 ) -> Figure:
     """Panels of lines with a common legend.
 
     Args:
         lines: The points; published values are drawn as larger hollow markers, those of `DENSE_LABEL` as a dashed line.
-        panels: Titles of the panels, by row.
+        panels: Titles of the panels, by row. Those of a row share the vertical axis.
         kinds: Labels of the lines; a line has the color of its place among them.
+        size: Width and height of a panel, in inches.
+        log: Whether the vertical axes are logarithmic.
         finish: Called with the axes of each panel after its lines are drawn.
     """
+    from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
+    gradient = colormaps["viridis"]
     columns = max(map(len, panels))
     dense = any(kind == DENSE_LABEL for _, kind in lines)
     shown = len({kind for _, kind in lines})
@@ -269,12 +246,15 @@ def line_figure(
         for title, axes in zip(titles, row, strict=False):
             for number, kind in enumerate(kinds):
                 if points := sorted(point for point in lines.get((title, kind), ()) if math.isfinite(point.y)):
-                    handles[kind] = _draw_line(axes, points, number)
+                    color = COLORS[number % len(COLORS)] if len(kinds) <= NAMED else gradient(number / (len(kinds) - 1))
+                    handles[kind] = _draw_line(axes, points, color, MARKERS[(number + number // len(COLORS)) % len(MARKERS)])
             if dense_values := sorted({(x, y) for x, y, *_ in lines.get((title, DENSE_LABEL), ()) if math.isfinite(y)}):
                 handles[DENSE_LABEL] = _draw_dense(axes, dense_values)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(xlabel)
+            if log:
+                axes.set_yscale("log")
             finish(axes)
         for axes in row[len(titles) :]:
             axes.remove()
@@ -291,12 +271,11 @@ def line_figure(
     return figure
 
 
-def _draw_line(axes: Axes, points: Sequence[PlotPoint], number: int) -> Any:
-    """Draw the points of a line, with the color and marker of its number; returns its handle for the legend."""
-    marker = MARKERS[(number + number // len(COLORS)) % len(MARKERS)]
-    style: dict[str, Any] = {"color": COLORS[number % len(COLORS)], "marker": marker, "ls": ""}
+def _draw_line(axes: Axes, points: Sequence[PlotPoint], color: Any, marker: str) -> Any:
+    """Draw the points of a line; returns its handle for the legend."""
+    style: dict[str, Any] = {"color": color, "marker": marker, "ls": ""}
     joined = [(point.x, point.y) for point in points if point.joined]
-    axes.plot([x for x, _ in joined], [y for _, y in joined], color=style["color"])
+    axes.plot([x for x, _ in joined], [y for _, y in joined], color=color)
     errors = [point.error or 0.0 for point in points]
     x, y = [point.x for point in points], [point.y for point in points]
     handle = axes.errorbar(x, y, errors if any(errors) else None, ms=4, capsize=2, **style)

@@ -32,7 +32,7 @@ from sparsellm.extensions.studies.measures import (
     spoken,
 )
 from sparsellm.extensions.studies.plots import at_bound, run_plots, speed_plot, sweep_plots
-from sparsellm.extensions.studies.run_again import run_command, sweep_yaml
+from sparsellm.extensions.studies.run_again import run_command, sweep_command, sweep_yaml
 from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
 from sparsellm.extensions.studies.tables import (
@@ -289,7 +289,7 @@ def _sweep_page(path: Path) -> Page:
         tables={"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         legend=" ".join(legend(sweep, rows)),
         plots=sweep_plots(sweep, rows, outcomes),
-        command=shlex.join(["sparsellm", "sweep", "sweep.yaml", f"{name}-again", *(["--smoke"] if sweep.smoke else [])]),
+        command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",
         settings=sweep_yaml(sweep, names),

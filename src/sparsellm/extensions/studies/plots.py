@@ -19,7 +19,6 @@ from sparsellm.extensions.studies.figures import (
     Lines,
     Plot,
     PlotPoint,
-    curves_figure,
     draw_bars,
     heat_map,
     line_figure,
@@ -74,10 +73,10 @@ def searched(report: Report) -> Plot | None:
         return None
     name = short_names(points[0][0].perplexity or points[0][0].accuracy)
     label = f"{'perplexity' if points[0][0].perplexity else 'accuracy'} on {next(iter(name.values()))}"
-    lines = {
-        effort: [(100 * x.sparsity, y) for x, y in points if x.effort == effort] for effort in {x.effort: 0 for x, _ in points}
-    }
-    figure = curves_figure({label: lines}, "sparsity, %", log=False)
+    lines: Lines = {}
+    for x, value in points:
+        lines.setdefault(("", x.effort), []).append(PlotPoint(100 * x.sparsity, value))
+    figure = line_figure(lines, [[""]], xlabel="sparsity, %", ylabel=label, kinds=[effort for _, effort in lines])
     text = f"Sparsities that the search tried, for {search.target}: {sum(x.met for x, _ in points)} of {len(points)} meet it."
     if unsure := sum(x.undecided for x, _ in points):
         text += f" Of {unsure} it cannot be told: the measurement is within its error of the target."
@@ -150,13 +149,13 @@ def convergence(blocks: Sequence[BlockResult]) -> Plot | None:
         text += " Algorithm 1 minimizes its objective, not this error, which may rise."
     if "round" in kinds:
         text += " The last step rounds the weights to integers, which may raise it."
-    panels = {
-        f"{label} (mean over tokens)" if field == "after_weights" else label: {
-            f"block {index}": list(enumerate((getattr(step, field) for step in steps), 1)) for index, steps in series.items()
-        }
-        for field, label in measures.items()
+    lines: Lines = {
+        (label, f"block {index}"): [PlotPoint(n, x) for n, step in enumerate(steps, 1) if (x := getattr(step, m)) is not None]
+        for m, label in measures.items()
+        for index, steps in series.items()
     }
-    figure = curves_figure(panels, "step", log=True)
+    blocks_shown = [f"block {index}" for index in series]
+    figure = line_figure(lines, [[x] for x in measures.values()], xlabel="step", ylabel="", kinds=blocks_shown, log=True)
     return Plot("convergence", "Convergence", text, ["block", "step", *measures.values()], rows, figure)
 
 
@@ -195,11 +194,14 @@ def training_curves(report: Report) -> Plot | None:
     if unchanged:
         none = "No step lowered it" + (f" for {', '.join(unchanged)}" if len(unchanged) < len(trainings) else "")
         text += f" {none}: these weights are unchanged."
-    lines = {f"{name}, held-out": [(x.step, x.held_out) for x in training.curve] for name, training in trainings.items()}
-    trained = [(x.step, x.training) for training in trainings.values() for x in training.curve if x.training is not None]
-    if trained and len(trainings) == 1:
-        lines["training"] = trained
-    figure = curves_figure({"loss": lines}, "step", log=True)
+    lines: Lines = {
+        ("", f"{name}, held-out"): [PlotPoint(x.step, x.held_out) for x in training.curve]
+        for name, training in trainings.items()
+    }
+    if len(trainings) == 1:
+        curve = next(iter(trainings.values())).curve
+        lines["", "training"] = [PlotPoint(x.step, x.training) for x in curve if x.training is not None]
+    figure = line_figure(lines, [[""]], xlabel="step", ylabel="loss", kinds=[kind for _, kind in lines], log=True)
     return Plot("training", "Training", text, ["trained", "step", "training loss", "held-out loss"], rows, figure)
 
 
@@ -263,9 +265,7 @@ def against(sweep: Sweep, rows: Sequence[Row], over: str, measure: str, *, name:
     text += " ".join(f"{panel}: the best value at {sweep.axes[over][-1]} is {value}." for panel, (_, value) in best.items())
     ticks = {x: ", ".join(label for label in positions if positions[label] == x) for x in positions.values()}
 
-    def finish(axes: Axes) -> None:
-        if measure.startswith("perplexity"):
-            axes.set_yscale("log")
+    def set_ticks(axes: Axes) -> None:
         if of_bits:
             axes.xaxis.set_major_locator(MaxNLocator(5))
         else:
@@ -275,11 +275,11 @@ def against(sweep: Sweep, rows: Sequence[Row], over: str, measure: str, *, name:
     drawing = line_figure(
         lines,
         [panels[first : first + PANELS_A_ROW] for first in range(0, len(panels), PANELS_A_ROW)],
-        (3.3, 2.8),
         xlabel=over,
         ylabel=spoken(measure) + (", %" if any(row.figures[measure].share for row in rows) else ""),
         kinds=_kinds(sweep, along),
-        finish=finish,
+        log=measure.startswith("perplexity"),
+        finish=set_ticks,
     )
     head = ["model", "line", over, ", ".join(dict.fromkeys(row.start for row in rows)), spoken(measure), "change", "paper"]
     cells = [line for of_line in table.values() for line in of_line]
@@ -363,7 +363,7 @@ def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | Non
         ylabel="mean relative error",
         series=series,
         sweep=sweep,
-        finish=lambda axes: axes.set_yscale("log"),
+        log=True,
     )
 
 
@@ -402,7 +402,8 @@ def _series_plot(
     ylabel: str,
     series: Iterable[tuple[Cell, dict[int, float]]],
     sweep: Sweep,
-    finish: Callable[[Axes], object],
+    log: bool = False,
+    finish: Callable[[Axes], object] = lambda _: None,
 ) -> Plot:
     """Values by block or epoch: a panel for each model and sparsity, a line for each combination of the other labels."""
     series = [(cell, points) for cell, points in series if points]
@@ -416,7 +417,7 @@ def _series_plot(
     positions = sorted({x for _, points in series for x in points})
     table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in positions)] for cell, points in series]
     rows, kinds = [list(x) for x in panels.values()], _kinds(sweep, along)
-    figure = line_figure(lines, rows, (2.2, 2.2), xlabel=xlabel, ylabel=ylabel, kinds=kinds, finish=finish)
+    figure = line_figure(lines, rows, xlabel=xlabel, ylabel=ylabel, kinds=kinds, size=(2.2, 2.2), log=log, finish=finish)
     return Plot(name, title, text, ["cell", *(f"{xlabel} {x}" for x in positions)], table, figure)
 
 

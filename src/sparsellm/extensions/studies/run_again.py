@@ -50,6 +50,11 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def sweep_command(file: str, output: str, *, smoke: bool) -> str:
+    """The command line that runs a sweep file, at the small sizes of a first try if `smoke`."""
+    return shlex.join(["sparsellm", "sweep", file, output, *(["--smoke"] if smoke else [])])
+
+
 def bench_command(
     packed: str | Path, against: str | Path | None, *, batches: Sequence[int], threads: Sequence[int], tokens: int
 ) -> str:
