@@ -142,26 +142,20 @@ class Comparison:
         shown |= {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
         return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
 
-    def rankings(self) -> dict[MeasuredOn | str, Ranking]:
-        """The best run on each text and task on which several runs were measured, and how the others differ from it."""
-        figures = [(run.name, run.figures) for run in self.runs]
-        keys = dict.fromkeys(key for _, by_key in figures for key in by_key)
-        found = {key: rank_figures({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
-        return {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
-
     def _differences(self, keys: Sequence[MeasuredOn | str]) -> Table:
         """How the runs differ from the best one, on each text and task, which is called so only if it is measurable."""
-        rankings = self.rankings()
-        kept = [key for key in keys if key in rankings]
-        head = ["run", *_column_names([key for key in kept if not isinstance(key, str)])]
-        head += [key for key in kept if isinstance(key, str)]
+        figures = [(run.name, run.figures) for run in self.runs]
+        found = {key: rank_figures({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
+        rankings = {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
+        head = ["run", *_column_names([key for key in rankings if not isinstance(key, str)])]
+        head += [key for key in rankings if isinstance(key, str)]
 
         def cell(name: str, ranking: Ranking) -> str:
             if name == ranking.best:
                 return ranking.mark
             return str(ranking.differences.get(name) or "-")
 
-        return head, [[run.name, *(cell(run.name, rankings[key]) for key in kept)] for run in self.runs]
+        return head, [[run.name, *(cell(run.name, ranking) for ranking in rankings.values())] for run in self.runs]
 
     def _layers(self) -> list[list[str]]:
         """The layers with the largest ratio between the errors of two runs, and the error of each run."""

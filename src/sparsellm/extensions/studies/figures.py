@@ -144,40 +144,40 @@ def seconds_figure(seconds: Mapping[str, float]) -> Figure:
 
 
 def heat_map(
-    cells: Sequence[Sequence[float]],
+    cells: Mapping[tuple[str, str], tuple[float, str]],
     rows: Sequence[str],
     columns: Sequence[str],
     *,
     labels: tuple[str, str],
     kind: str,
-    texts: Sequence[Sequence[str]],
     norm: Normalize,
-) -> Figure:
-    """A heat map.
+) -> tuple[list[str], list[list[str]], Figure]:
+    """A heat map, and before it the head and the rows of a table of its texts, with a row for each of its columns.
 
     Args:
-        cells: (rows, columns) values; cells with NaN are empty.
+        cells: The value and the text of a cell, by its row and column. With more than `NUMBERED` columns only the marks in the
+            texts are shown.
         rows: Labels of the rows, from top to bottom.
         columns: Labels of the columns; about twelve of them are shown.
         labels: Labels of the columns and of the values.
         kind: Kind of the values, a key of `COLOR_MAPS`.
-        texts: Text of each cell. With more than `NUMBERED` columns only the marks in it are shown.
     """
     from matplotlib import colormaps
 
     numbered = len(columns) <= NUMBERED
-    lines = max((text.count("\n") + 1 for line in texts for text in line), default=1) if numbered else 1
+    lines = max((text.count("\n") + 1 for _, text in cells.values()), default=1) if numbered else 1
     width = 2.4 + max((0.5 if numbered else 0.16) * len(columns), 0.07 * max(map(len, columns)))
     figure = new_figure(min(10.0, max(FIGURE_WIDTH, width)), 1.2 + (0.28 + 0.14 * (lines - 1)) * len(rows))
     axes = figure.subplots()
-    mesh = axes.pcolormesh(cells, norm=norm, cmap=COLOR_MAPS[kind], edgecolors="face")
-    for y, (line, words) in enumerate(zip(cells, texts, strict=True)):
-        for x, (value, text) in enumerate(zip(line, words, strict=True)):
-            shown = text if numbered else "".join(mark for mark in BOUND_MARKS.values() if mark in text)
-            if shown and math.isfinite(value):
-                red, green, blue, _ = colormaps[COLOR_MAPS[kind]](norm(value))
-                light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.55
-                axes.text(x + 0.5, y + 0.5, shown, size=8, ha="center", va="center", color="black" if light else "white")
+    values = [[cells.get((row, column), (math.nan, ""))[0] for column in columns] for row in rows]
+    mesh = axes.pcolormesh(values, norm=norm, cmap=COLOR_MAPS[kind], edgecolors="face")
+    for (row, column), (value, text) in cells.items():
+        shown = text if numbered else "".join(mark for mark in BOUND_MARKS.values() if mark in text)
+        if shown and math.isfinite(value):
+            red, green, blue, _ = colormaps[COLOR_MAPS[kind]](norm(value))
+            ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 else "white"
+            x, y = columns.index(column) + 0.5, rows.index(row) + 0.5
+            axes.text(x, y, shown, size=8, ha="center", va="center", color=ink)
     axes.set_yticks([number + 0.5 for number in range(len(rows))], rows)
     step = max(1, len(columns) // 12)
     axes.set_xticks([number + 0.5 for number in range(0, len(columns), step)], columns[::step])
@@ -186,7 +186,8 @@ def heat_map(
     axes.grid(visible=False)
     figure.colorbar(mesh, label=labels[1], shrink=0.9)
     plain_numbers(figure.axes[-1])
-    return figure
+    table = [[x, *(cells.get((row, x), (0.0, ""))[1].replace("\n", ", ") for row in rows)] for x in columns]
+    return [labels[0], *rows], table, figure
 
 
 class PlotPoint(NamedTuple):

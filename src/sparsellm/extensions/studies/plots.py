@@ -37,6 +37,7 @@ from sparsellm.solvers.patterns import NM, parse_pattern
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 DIFFERENT = 0.001
 """The least difference of sparsities that is shown: equal patterns differ by less, since counts are rounded."""
@@ -105,23 +106,22 @@ def _layer_map(
 ) -> Plot:
     """A heat map of one value of each layer, which `shown` writes as text; of the sparsity, with marks of the bounds."""
     scale, unit = (100, " %") if field == "sparsity" else (1, "")
-    by_block = [{layer.name.removeprefix(f"{block.name}."): layer for layer in block.layers} for block in blocks]
-    layers = sorted((layer for by_kind in by_block for layer in by_kind.values()), key=attrgetter(field))
+    layers = sorted((layer for block in blocks for layer in block.layers), key=attrgetter(field))
     marks = {name: BOUND_MARKS[bound] for name, bound in at_bound(layers).items()} if field == "sparsity" else {}
-    kinds = list(dict.fromkeys(kind for by_kind in by_block for kind in by_kind))
-    columns = zip(blocks, by_block, strict=True)
-    indices = [block.name if block.name in x else str(block.index) for block, x in columns]  # the head is its own layer
-    cells = [[scale * getattr(x[kind], field) if kind in x else math.nan for x in by_block] for kind in kinds]
-    texts = [[shown(x[kind]) + marks.get(x[kind].name, "") if kind in x else "" for x in by_block] for kind in kinds]
+    cells: dict[tuple[str, str], tuple[float, str]] = {}
+    for block in blocks:
+        for layer in block.layers:
+            kind = layer.name.removeprefix(f"{block.name}.")
+            column = block.name if kind == block.name else str(block.index)  # the head is its own layer
+            cells[kind, column] = scale * getattr(layer, field), shown(layer) + marks.get(layer.name, "")
+    kinds, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     extremes = " to ".join(f"{shown(x)}{unit} ({x.name})" for x in (layers[0], layers[-1]))
     title = f"{field.capitalize()} of each layer"
-    text = f"{title}, {sum(map(str.isdigit, indices))} blocks by {len(kinds)} kinds of layer: from {extremes}."
+    text = f"{title}, {sum(map(str.isdigit, columns))} blocks by {len(kinds)} kinds of layer: from {extremes}."
     if marks:
         at_bounds = (f"{list(marks.values()).count(mark)} at its {bound} ({mark})" for bound, mark in BOUND_MARKS.items())
         text += f" The allocation has {' and '.join(at_bounds)}."
-    rows = [[index, *column] for index, column in zip(indices, zip(*texts, strict=True), strict=True)]
-    figure = heat_map(cells, kinds, indices, labels=("block", label), kind=field, texts=texts, norm=norm)
-    return Plot(f"{field}-map", title, text, ["block", *kinds], rows, figure)
+    return Plot(f"{field}-map", title, text, *heat_map(cells, kinds, columns, labels=("block", label), kind=field, norm=norm))
 
 
 def convergence(blocks: Sequence[BlockResult]) -> Plot | None:
@@ -306,7 +306,6 @@ def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> l
     """Heat maps of a measure over alpha and beta, one for each combination of the other labels, with one scale of colors."""
     from matplotlib.colors import LogNorm, Normalize
 
-    alphas, betas = sweep.axes["alpha"], sweep.axes["beta"]
     by_label: dict[str, dict[tuple[str, str], Figure]] = {}
     for row in (row for row in rows if measure in row.figures):
         model = "" if "model" in row.labels else ", ".join(sweep.models)
@@ -324,20 +323,14 @@ def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> l
         )
         dense = next((f" Before: {x.dense.measured}." for x in figures.values() if x.dense), "")
         title = f"{capitalized(spoken(measure))} over alpha and beta, {label}"
-        cells = [[figures[alpha, beta].value if (alpha, beta) in figures else math.nan for beta in betas] for alpha in alphas]
-        texts = [[_in_cell(figures.get((alpha, beta))) for beta in betas] for alpha in alphas]
-        table = [[alpha, *(text.replace("\n", ", ") for text in line)] for alpha, line in zip(alphas, texts, strict=True)]
-        names = [f"alpha {alpha}" for alpha in alphas]
-        figure = heat_map(cells, names, betas, labels=("beta", spoken(measure)), kind="measure", texts=texts, norm=norm)
-        plots.append(
-            Plot(f"{name}-{number}", title, f"{title}: from {' to '.join(at)}.{dense}", ["alpha", *betas], table, figure)
-        )
+        cells = {
+            (f"alpha {alpha}", beta): (x.value, "\n".join(filter(None, (x.short, x.change_text))))
+            for (alpha, beta), x in figures.items()
+        }
+        rows_of_map = [f"alpha {alpha}" for alpha in sweep.axes["alpha"]]
+        drawn = heat_map(cells, rows_of_map, sweep.axes["beta"], labels=("beta", spoken(measure)), kind="measure", norm=norm)
+        plots.append(Plot(f"{name}-{number}", title, f"{title}: from {' to '.join(at)}.{dense}", *drawn))
     return plots
-
-
-def _in_cell(figure: Figure | None) -> str:
-    """A value and its change from the dense model in two lines; empty without a value."""
-    return "" if figure is None else "\n".join(filter(None, (figure.short, figure.change_text)))
 
 
 def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | None:
@@ -355,16 +348,7 @@ def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | Non
         "Errors are relative to the targets of each method. Those of the default include the errors of earlier layers, so its "
         "values are larger."
     )
-    return _series_plot(
-        "depth",
-        "Error by depth",
-        text,
-        xlabel="block",
-        ylabel="mean relative error",
-        series=series,
-        sweep=sweep,
-        log=True,
-    )
+    return Plot("depth", "Error by depth", text, *_series(sweep, series, "block", "mean relative error"))
 
 
 def by_epoch(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | None:
@@ -381,31 +365,16 @@ def by_epoch(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | Non
         return None
     ratios = f"{min(last):.3g} to {max(last):.3g}"
     text = f"The objective of Algorithm 1 after the last epoch is {ratios} times its value after the first."
-    return _series_plot(
-        "epochs",
-        "Training loss by epoch",
-        text,
-        xlabel="epoch",
-        ylabel="objective, relative",
-        series=series,
-        sweep=sweep,
-        finish=lambda axes: axes.axhline(1.0, color=INK, lw=0.6),
-    )
+    return Plot("epochs", "Training loss by epoch", text, *_series(sweep, series, "epoch", "objective, relative"))
 
 
-def _series_plot(
-    name: str,
-    title: str,
-    text: str,
-    *,
-    xlabel: str,
-    ylabel: str,
-    series: Iterable[tuple[Cell, dict[int, float]]],
-    sweep: Sweep,
-    log: bool = False,
-    finish: Callable[[Axes], object] = lambda _: None,
-) -> Plot:
-    """Values by block or epoch: a panel for each model and sparsity, a line for each combination of the other labels."""
+def _series(
+    sweep: Sweep, series: Iterable[tuple[Cell, dict[int, float]]], xlabel: str, ylabel: str
+) -> tuple[list[str], list[list[str]], MatplotlibFigure]:
+    """A table and a figure of values by block or epoch.
+
+    The figure has a panel for each model and sparsity, and a line for each combination of the other labels.
+    """
     series = [(cell, points) for cell, points in series if points]
     along = ("model", "sparsity", SEED_AXIS)
     lines: Lines = {}
@@ -417,8 +386,8 @@ def _series_plot(
     positions = sorted({x for _, points in series for x in points})
     table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in positions)] for cell, points in series]
     rows, kinds = [list(x) for x in panels.values()], _kinds(sweep, along)
-    figure = line_figure(lines, rows, xlabel=xlabel, ylabel=ylabel, kinds=kinds, size=(2.2, 2.2), log=log, finish=finish)
-    return Plot(name, title, text, ["cell", *(f"{xlabel} {x}" for x in positions)], table, figure)
+    figure = line_figure(lines, rows, xlabel=xlabel, ylabel=ylabel, kinds=kinds, size=(2.2, 2.2), log=True)
+    return ["cell", *(f"{xlabel} {x}" for x in positions)], table, figure
 
 
 def seconds(sweep: Sweep, rows: Sequence[Row]) -> Plot:
