@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,6 @@ from sparsellm.errors import plural
 
 if TYPE_CHECKING:
     from sparsellm.extensions.studies.compare import Comparison
-    from sparsellm.extensions.studies.search_result import Point
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
 SweepOut = Annotated[
@@ -201,6 +199,7 @@ def search(
 
         from sparsellm.cli.result_text import print_summary
         from sparsellm.extensions.studies.search import search_sparsity
+        from sparsellm.extensions.studies.search_result import search_table
         from sparsellm.extensions.studies.target import Target
 
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
@@ -211,13 +210,13 @@ def search(
             if as_json:
                 print_json({"target": str(target), "sparsity": None, "points": [asdict(point) for point in error.points]})
             elif error.points:
-                print_search(stdout, error.points)
+                show(stdout, text_table(*search_table(error.points)))
             raise
         if as_json:
             found = {"target": result.target, "sparsity": result.sparsity, "points": [asdict(point) for point in result.points]}
             print_json(found | {"report": result.report.to_dict(), "output": str(result.output)})
             return
-        print_search(stdout, result.points)
+        show(stdout, text_table(*search_table(result.points)))
         print_line(stdout, f"{100 * result.sparsity:.5g} % {result.outcome}.")
         print_summary(stdout, result.report, str(result.output))
 
@@ -379,24 +378,6 @@ def demo(
             print_line(stdout, f"Look at it: sparsellm inspect {output}")
         print_line(stdout, "Your model: sparsellm plan MODEL --sparsity 70% --calibration TEXT")
         print_line(stdout, "Prune it: sparsellm prune MODEL OUTPUT --sparsity 70% --calibration TEXT")
-
-
-def print_search(console: Console, points: Sequence[Point]) -> None:
-    """Print the curve of a search: a line for each sparsity."""
-    from sparsellm.runtime.memory import human_bytes
-
-    first = points[0]
-    names = [*(f"perplexity on {text}" for text in first.perplexity), *(f"{task}, %" for task in first.accuracy)]
-    increase, size = first.increase is not None, first.size is not None
-    rows = []
-    for x in points:
-        row = [f"{100 * x.sparsity:.5g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
-        row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
-        row += [x.increase_text] if increase else []
-        row += [human_bytes(x.size or 0)] if size else []
-        rows.append([*row, x.answer, f"{x.seconds:.1f}"])
-    head = ["sparsity", "effort", *names, *(["increase"] if increase else []), *(["size"] if size else []), "met", "seconds"]
-    show(console, text_table(head, rows))
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

@@ -104,8 +104,15 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
         MissingPackage: If matplotlib is not installed.
     """
     with style():
-        page = _page_of(run)
-        return page.to_html(), list(page.plots)
+        if isinstance(run, Result):
+            page = _run_page(run.report.named(PathNames(run.report.recipe)), page_name(run), verified=False)
+        elif is_sweep(path := local_path(run)):
+            page = _sweep_page(path)
+        else:
+            report, content = read_report(path / REPORT)
+            verified = report.digests is not None and report_digest(content) == report.digests.report
+            page = _run_page(report, path.resolve().name, verified=verified)
+    return page.to_html(), list(page.plots)
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -147,18 +154,6 @@ def speed_page(bench: Bench, command: str) -> str:
 def page_name(run: str | Path | Result) -> str:
     """The path of a folder, or a name for the result of a run, which has no folder."""
     return f"{PurePath(run.report.recipe.model).name}-pruned" if isinstance(run, Result) else str(Path(run))
-
-
-def _page_of(run: str | Path | Result) -> Page:
-    """The page of a run or a sweep."""
-    if isinstance(run, Result):
-        return _run_page(run.report.named(PathNames(run.report.recipe)), page_name(run), verified=False)
-    path = local_path(run)
-    if is_sweep(path):
-        return _sweep_page(path)
-    report, content = read_report(path / REPORT)
-    verified = report.digests is not None and report_digest(content) == report.digests.report
-    return _run_page(report, path.resolve().name, verified=verified)
 
 
 def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:
@@ -218,14 +213,10 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
     state = "pruned, nothing recovered" if nothing else report.result if report.blocks else NOT_PRUNED
     made = f"pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers"
     before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)
-    measured = [
-        [
-            spoken(x),
-            *(figure.measured if figure else "" for figure in (y.dense, *([before.get(x)] if recovery else []), y)),
-            y.change_text,
-        ]
-        for x, y in figures.items()
-    ]
+    measured = []
+    for x, figure in figures.items():
+        columns = (figure.dense, *([before.get(x)] if recovery else []), figure)
+        measured.append([spoken(x), *(value.measured if value else "" for value in columns), figure.change_text])
     states = list(dict.fromkeys((report.start, "pruned", report.result)))
     packing = Packed.of(report)
     bench = packing.bench if packing else None

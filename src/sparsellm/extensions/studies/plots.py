@@ -25,8 +25,8 @@ from sparsellm.extensions.studies.figures import (
     new_figure,
     seconds_figure,
 )
-from sparsellm.extensions.studies.measures import BITS_A_WEIGHT, Figure, headlines, short_names, spoken, value_with_error
-from sparsellm.extensions.studies.search_result import SearchResult
+from sparsellm.extensions.studies.measures import BITS_A_WEIGHT, Figure, headlines, short_names, spoken
+from sparsellm.extensions.studies.search_result import SearchResult, search_table
 from sparsellm.extensions.studies.sweep_file import Cell, Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome
 from sparsellm.extensions.studies.tables import SEED_AXIS, Row
@@ -81,8 +81,7 @@ def searched(report: Report) -> Plot | None:
     text = f"Sparsities that the search tried, for {search.target}: {sum(x.met for x, _ in points)} of {len(points)} meet it."
     if unsure := sum(x.undecided for x, _ in points):
         text += f" Of {unsure} it cannot be told: the measurement is within its error of the target."
-    rows = [[f"{100 * x.sparsity:.5g} %", x.effort, value_with_error(value), x.answer] for x, value in points]
-    return Plot("search", "Search", text, ["sparsity", "effort", label, "met"], rows, figure)
+    return Plot("search", "Search", text, *search_table(search.points), figure)
 
 
 def _layer_maps(blocks: Sequence[BlockResult]) -> Iterator[Plot]:
