@@ -19,7 +19,7 @@ from sparsellm.extensions.packed.card import record_speed
 from sparsellm.extensions.packed.formats import kernel_library, kernels
 from sparsellm.extensions.packed.formats import transformers as packed_transformers
 from sparsellm.extensions.packed.record import CEILING, KERNEL, PACKED, TORCH, Bench, Packed, Speed
-from sparsellm.extensions.studies.speed_plots import SPEED_COLUMNS
+from sparsellm.extensions.studies.tables import SPEED_COLUMNS
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]

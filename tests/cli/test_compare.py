@@ -24,7 +24,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import Difference
 from sparsellm.extensions.studies.compare import Comparison, read_comparison
 from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
-from sparsellm.extensions.studies.sweep_tables import write_tables
+from sparsellm.extensions.studies.tables import write_tables
 from sparsellm.outputs.saving import Result as PrunedModel
 from sparsellm.recipes.recipe import Recipe
 from tests import made_up

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,8 @@ def test_demo_compares_and_writes(
         monkeypatch.setattr("sparsellm.texts.demo.model_path", small_models.__getitem__)
     monkeypatch.setattr("sparsellm.extensions.studies.demonstration.SAMPLES", 4 if bundled else 1)
     monkeypatch.setattr(
-        "sparsellm.extensions.studies.demonstration.test_windows", partial(test_windows, limit=16 if bundled else 2)
+        "sparsellm.pipeline.token_sequences.test_windows",
+        lambda *given, limit, **named: test_windows(*given, limit=16 if bundled else 2, **named),
     )
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +132,20 @@ def test_several_runs_have_one_time_left(
     assert [ran.stderr.count(f"{text_file.name}, {when}: ") for when in ("dense", "pruned")] == [1, len(runs)]
 
 
-def test_the_demo_has_a_time_left_from_its_first_method_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_has_a_time_left_in_each_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsellm.extensions.studies.demonstration.SAMPLES", 2)
-    monkeypatch.setattr("sparsellm.extensions.studies.demonstration.test_windows", partial(test_windows, limit=4))
+    monkeypatch.setattr(
+        "sparsellm.pipeline.token_sequences.test_windows",
+        lambda *given, limit, **named: test_windows(*given, limit=4, **named),
+    )
     methods = {"magnitude": "", "wanda": ""}
     monkeypatch.setattr("sparsellm.extensions.studies.demonstration.METHODS", methods)
     ran = command("demo")
     assert ran.exit_code == 0, ran.stderr
-    assert check(ran.stderr) == ["loading", "pruning", "measuring"] * 2
+    assert check(ran.stderr) == ["loading", "measuring dense", "pruning", "measuring pruned"] * 2
     shown = states(ran.stderr)
-    assert {fields["name"] for fields in shown if fields["name"]} == {"dense", "wanda", "magnitude"}
-    assert {fields["run"] for fields in shown if fields["left"]} == {2, 3}
+    assert {fields["name"] for fields in shown if fields["name"]} == {"wanda", "magnitude"}
+    assert {fields["run"] for fields in shown if fields["left"]} == {1, 2}
     assert all(fields["percent"] is not None for fields in shown if fields["name"])
 
 

@@ -31,11 +31,12 @@ from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.studies.compare import read_comparison
 from sparsellm.extensions.studies.figures import Plot
 from sparsellm.extensions.studies.page import comparison_page, report_page, verdict
+from sparsellm.extensions.studies.plots import convergence, run_plots
 from sparsellm.extensions.studies.run_again import run_command, sweep_yaml
-from sparsellm.extensions.studies.run_plots import convergence, run_plots
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.outputs.report import PrunedReport, Report, load_report
 from sparsellm.recipes.file import validated
+from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import Recipe
 from tests import made_up
 from tests.conftest import ROOT
@@ -267,8 +268,9 @@ def test_a_recovery_s_command_gives_its_recipe(tmp_path: Path, monkeypatch: pyte
     assert written == [[recipe]]
 
 
+@pytest.mark.parametrize("changes", [[], ["samples=3", "sparsity.70%=60%"]])
 @pytest.mark.parametrize("smoke", [False, True])
-def test_the_sweep_of_a_page_reads_as_the_same_sweep(smoke: bool, tmp_path: Path) -> None:
+def test_the_sweep_of_a_page_reads_as_the_same_sweep(smoke: bool, changes: list[str], tmp_path: Path) -> None:
     values = {"demo:opt": {"wanda": {"70%": 20.0}, "ours": {"2:4": 3}}}
     content = {
         "title": "A & B",
@@ -286,10 +288,10 @@ def test_the_sweep_of_a_page_reads_as_the_same_sweep(smoke: bool, tmp_path: Path
     }
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text(yaml.safe_dump(content), encoding="utf-8")
-    sweep = read_sweep(first, smoke=smoke)
-    second.write_text(sweep_yaml(sweep), encoding="utf-8")
+    sweep = read_sweep(first, smoke=smoke, changes=changes)
+    second.write_text(sweep_yaml(sweep, PathNames()), encoding="utf-8")
     again = read_sweep(second, smoke=smoke)
-    assert again.model_dump(exclude={"published"}) == sweep.model_dump(exclude={"published"})
+    assert again.model_dump(exclude={"published", "content"}) == sweep.model_dump(exclude={"published", "content"})
     beside = [[entry.beside(cell.labels) for entry in x.published for cell in x.cells] for x in (sweep, again)]
     assert beside[0] == beside[1]
     assert any(beside[0])

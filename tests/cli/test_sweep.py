@@ -18,15 +18,15 @@ from typer.testing import Result
 
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.extensions.studies.run_again import sweep_yaml
-from sparsellm.extensions.studies.sweep_cells import Sweep
-from sparsellm.extensions.studies.sweep_file import read_sweep
+from sparsellm.extensions.studies.sweep_file import Sweep, read_sweep
 from sparsellm.extensions.studies.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
-from sparsellm.extensions.studies.sweep_tables import to_markdown
+from sparsellm.extensions.studies.tables import to_markdown
 from sparsellm.methods import BlockResult
 from sparsellm.pipeline import cached_allocation, measuring
 from sparsellm.pipeline import dense_results as stages
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.file import read_recipe
+from sparsellm.recipes.path_names import PathNames
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]
@@ -190,7 +190,7 @@ def test_settings_that_a_method_does_not_have_are_left_out_of_its_cells(
     assert done.stdout.count(ignored) == 1
     assert to_markdown(sweep, []).count(ignored) == 1
     again = tmp_path / "again.yaml"
-    again.write_text(sweep_yaml(sweep), encoding="utf-8")
+    again.write_text(sweep_yaml(sweep, PathNames()), encoding="utf-8")
     assert read_sweep(again).cells == sweep.cells
 
 

@@ -17,10 +17,9 @@ from sparsellm.cli.console import show, text_table
 from sparsellm.evaluation.differences import Parts
 from sparsellm.extensions.studies.measures import Figure, mean_over_seeds
 from sparsellm.extensions.studies.page import sweep_verdict
-from sparsellm.extensions.studies.sweep_cells import Sweep
-from sparsellm.extensions.studies.sweep_file import read_sweep
+from sparsellm.extensions.studies.sweep_file import Sweep, read_sweep
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes
-from sparsellm.extensions.studies.sweep_tables import Row, grid, table, to_csv, to_json, to_markdown
+from sparsellm.extensions.studies.tables import Row, grid, table, to_csv, to_json, to_markdown
 from tests import made_up
 from tests.cli.test_sweep import AXES, SHARED, written
 from tests.made_up import perplexity

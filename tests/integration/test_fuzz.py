@@ -23,7 +23,7 @@ from sparsellm.extensions.studies.page import report_page
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import CellFolder, saved_sweep
 from sparsellm.extensions.studies.sweep_runner import _open as save_sweep
-from sparsellm.extensions.studies.sweep_tables import table, to_markdown
+from sparsellm.extensions.studies.tables import table, to_markdown
 from sparsellm.models.blocks import blocks_of
 from sparsellm.outputs.inspection import inspect, planned_patterns
 from sparsellm.outputs.journal import Journal

@@ -11,7 +11,6 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
-    in_options,
     in_process_group,
     print_json,
     print_line,
@@ -96,8 +95,6 @@ def write_outputs(
     if resume and restart:
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
-    from sparsellm.cli.allocator import manage_memory
-    from sparsellm.observers.display import Display
     from sparsellm.outputs.folder import is_finished
     from sparsellm.pipeline.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
     from sparsellm.runtime import collectives
@@ -118,8 +115,7 @@ def write_outputs(
             finish()
         return
     with (
-        Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-        extras.observing(display, manage_memory, is_main=is_main) as observe,
+        extras.observing(context, "off" if not is_main else "quiet" if quiet else "auto", is_main=is_main) as observe,
         locked_runs(output, folders, observe, function) as runs,
     ):
         report = run_each(folders, runs, finished=finished, **replace)

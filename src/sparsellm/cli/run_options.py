@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import typer
 
+from sparsellm.cli.console import in_options
 from sparsellm.errors import InvalidSetting, first_line
 from sparsellm.extension import PROBLEMS, installed
 
@@ -86,13 +87,24 @@ class Extras:
             options.finish(context, folders, **arguments)
 
     @contextmanager
-    def observing(self, display: Observer, *others: Observer, is_main: bool = True) -> Iterator[Observer]:
-        """Context of the runs; yields one observer of `others`, the display and, in the main process, the extensions."""
+    def observing(
+        self, context: typer.Context, mode: Literal["auto", "quiet", "off"], *, is_main: bool = True
+    ) -> Iterator[Observer]:
+        """Context of the runs of a command; yields an observer that manages memory, displays, and tells the extensions.
+
+        Args:
+            context: The command's, for what is displayed.
+            mode: Of the display.
+            is_main: Whether this process tells the extensions.
+        """
+        from sparsellm.cli.allocator import manage_memory
+        from sparsellm.observers.display import Display
         from sparsellm.observers.events import combine_observers
 
         with ExitStack() as stack:
+            display = stack.enter_context(Display(mode, functools.partial(in_options, context=context)))
             brought = [stack.enter_context(options.observing(display)) for options in self.given] if is_main else []
-            yield combine_observers(*others, display, *brought)
+            yield combine_observers(manage_memory, display, *brought)
 
 
 def extended(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -6,7 +6,9 @@ import gc
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 from sparsellm.checkpoints.files import WORK
 from sparsellm.errors import CannotResume, OutputExists
@@ -51,13 +53,16 @@ class RunSet:
         self.observe, self.inputs, self._function = observe, SameInputs() if inputs is None else inputs, function
         self._cache = None if cache is None else DenseCache(cache, observe)
 
-    def run(self, recipe: RunRecipe, *, given: Given | None = None) -> Result:
-        """Run a recipe without a folder: a killed run is lost.
+    def run(self, recipe: RunRecipe, *, given: Given | None = None, **place: Unpack[RunArguments]) -> Result:
+        """Run a recipe.
 
         Args:
             given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
+            **place: Where it works, as in `RunArguments`; nowhere by default: a killed run is lost.
         """
-        return self._run(recipe, {}, given)
+        arguments: RunArguments = {"shared": self._cache, "check": self.inputs.check, **place}
+        function: Callable[..., Result] = self._function or prune_run
+        return function(recipe, self.observe, given=given, **arguments)
 
     def run_in(
         self,
@@ -85,14 +90,14 @@ class RunSet:
         """
         with work_directory(folder, resume, restart) as work:
             begin()
-            result = self._run(recipe, {"work": work, "name": name})
+            result = self.run(recipe, work=work, name=name)
             finish(result)
         return result
 
-    def _run(self, recipe: RunRecipe, place: RunArguments, given: Given | None = None) -> Result:
-        arguments: RunArguments = {"shared": self._cache, "check": self.inputs.check, **place}
-        function: Callable[..., Result] = self._function or prune_run
-        return function(recipe, self.observe, given=given, **arguments)
+    def save(self, result: Result, folder: str | Path, *, overwrite: bool) -> None:
+        """Write the output of a run."""
+        self.observe(Stage(WRITING))
+        result.save_pretrained(folder, overwrite)
 
 
 def output_folders(output: str | Path, recipes: Sequence[RunRecipe]) -> Folders:
@@ -165,40 +170,26 @@ def run_each(
     Returns:
         The report of the last run.
     """
-    replaces = overwrite or (restart and len(folders) > 1)
-    replace = {"resume": resume, "restart": restart, "overwrite": replaces}
+    several = len(folders) > 1
+    overwrite = overwrite or (restart and several)
     for number, (folder, recipe) in enumerate(folders.items()):
         if finished[number]:
             continue
-        if len(folders) > 1:
-            label = recipe.label if isinstance(recipe, Recipe) else ""
+        label = recipe.label if several and isinstance(recipe, Recipe) else ""
+        if several:
             runs.observe(NextRun(number + 1, len(folders), label, alike=not any(finished[number:])))
-        report = _run_into(folder, recipe, runs, several=len(folders) > 1, **replace)
-    return report
-
-
-def _run_into(
-    folder: Path,
-    recipe: RunRecipe,
-    runs: RunSet,
-    *,
-    several: bool,
-    overwrite: bool,
-    resume: bool,
-    restart: bool,
-) -> Report:
-    """Run a recipe and write its output."""
-    name = f"{folder.parent.name}, {recipe.label}" if several and isinstance(recipe, Recipe) else None
-
-    def check() -> None:  # another command may have finished it since this one checked it
-        collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))
-
-    def save(result: Result) -> None:
-        runs.observe(Stage(WRITING))
-        result.save_pretrained(folder, overwrite)
-
-    report = runs.run_in(folder, recipe, resume=resume, restart=restart, name=name, begin=check, finish=save).report
-    gc.collect()  # frees the model
+        # Once more when it is locked: another command may have finished it since this one checked it.
+        check = partial(check_output, folder, overwrite, recipe.model)
+        report = runs.run_in(
+            folder,
+            recipe,
+            resume=resume,
+            restart=restart,
+            name=f"{folder.parent.name}, {label}" if label else None,
+            begin=partial(collectives.on_main, check),
+            finish=partial(runs.save, folder=folder, overwrite=overwrite),
+        ).report
+        gc.collect()  # frees the model
     return report
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from rich.console import Console
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     displayed,
-    in_options,
     print_error,
     print_json,
     print_line,
@@ -32,7 +30,6 @@ from sparsellm.errors import plural
 
 if TYPE_CHECKING:
     from sparsellm.extensions.studies.compare import Comparison
-    from sparsellm.extensions.studies.search_result import Point
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
 SweepOut = Annotated[
@@ -115,11 +112,9 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with report_errors(context):
-        from sparsellm.cli.allocator import manage_memory
         from sparsellm.extensions.studies.sweep_file import read_sweep
         from sparsellm.extensions.studies.sweep_runner import read_outcomes, run_sweep
-        from sparsellm.extensions.studies.sweep_tables import grid, legend, table, to_json, write_tables
-        from sparsellm.observers.display import Display
+        from sparsellm.extensions.studies.tables import grid, legend, table, to_json, write_tables
         from sparsellm.runtime import process_group
         from sparsellm.texts.paths import local_path
 
@@ -134,10 +129,7 @@ def sweep(
             return
         # The processes of a launcher run different cells; only the first one prints.
         rank, count = process_group.independent_process(os.environ)
-        with (
-            Display("off" if rank else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-            extras.observing(display, manage_memory) as observe,
-        ):
+        with extras.observing(context, "off" if rank else "quiet" if quiet else "auto") as observe:
             outcomes = run_sweep(
                 cells,
                 folder,
@@ -205,30 +197,26 @@ def search(
             raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
         distance = parse_pattern(step, "step").sparsity
 
-        from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.result_text import print_summary
         from sparsellm.extensions.studies.search import search_sparsity
+        from sparsellm.extensions.studies.search_result import search_table
         from sparsellm.extensions.studies.target import Target
-        from sparsellm.observers.display import Display
 
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
-            with (
-                Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-                extras.observing(display, manage_memory) as observe,
-            ):
+            with extras.observing(context, "quiet" if quiet else "auto") as observe:
                 result = search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observe)
         except TargetNotReached as error:
             if as_json:
                 print_json({"target": str(target), "sparsity": None, "points": [asdict(point) for point in error.points]})
             elif error.points:
-                print_search(stdout, error.points)
+                show(stdout, text_table(*search_table(error.points)))
             raise
         if as_json:
             found = {"target": result.target, "sparsity": result.sparsity, "points": [asdict(point) for point in result.points]}
             print_json(found | {"report": result.report.to_dict(), "output": str(result.output)})
             return
-        print_search(stdout, result.points)
+        show(stdout, text_table(*search_table(result.points)))
         print_line(stdout, f"{100 * result.sparsity:.5g} % {result.outcome}.")
         print_summary(stdout, result.report, str(result.output))
 
@@ -275,7 +263,7 @@ def _saved(run: str) -> dict[str, Any]:
     """The report of a run as its file holds it, or the results of a sweep as `sweep --json` prints them."""
     from sparsellm.checkpoints.files import REPORT
     from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
-    from sparsellm.extensions.studies.sweep_tables import table, to_json
+    from sparsellm.extensions.studies.tables import table, to_json
     from sparsellm.outputs.folder import check_results, is_sweep
     from sparsellm.outputs.report import read_report
 
@@ -311,7 +299,7 @@ def bench(
         batches, counts = read_counts("--batch", batch), read_counts("--threads", threads)
 
         from sparsellm.extensions.studies.interface import bench as measure
-        from sparsellm.extensions.studies.speed_plots import LEGEND, size_line, speed_tables
+        from sparsellm.extensions.studies.tables import LEGEND, size_line, speed_tables
 
         with displayed(f"measuring {packed}", context) as observe:
             result = measure(
@@ -358,16 +346,14 @@ def demo(
     Example: sparsellm demo --output pruned-demo
     """
     with report_errors(context):
-        from sparsellm.cli.allocator import manage_memory
         from sparsellm.extensions.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
-        from sparsellm.observers.display import Display, with_standard_error
-        from sparsellm.observers.events import combine_observers
+        from sparsellm.observers.display import with_standard_error
         from sparsellm.outputs.saving import check_output
 
         if output is not None:
             check_output(output)
-        with Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display:
-            rows = demonstrate(family, output, combine_observers(manage_memory, display))
+        with Extras().observing(context, "quiet" if quiet else "auto") as observe:
+            rows = demonstrate(family, output, observe)
         packed = None if output is None else measure_packed(output)
         if as_json:
             result = {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows]}
@@ -392,24 +378,6 @@ def demo(
             print_line(stdout, f"Look at it: sparsellm inspect {output}")
         print_line(stdout, "Your model: sparsellm plan MODEL --sparsity 70% --calibration TEXT")
         print_line(stdout, "Prune it: sparsellm prune MODEL OUTPUT --sparsity 70% --calibration TEXT")
-
-
-def print_search(console: Console, points: Sequence[Point]) -> None:
-    """Print the curve of a search: a line for each sparsity."""
-    from sparsellm.runtime.memory import human_bytes
-
-    first = points[0]
-    names = [*(f"perplexity on {text}" for text in first.perplexity), *(f"{task}, %" for task in first.accuracy)]
-    increase, size = first.increase is not None, first.size is not None
-    rows = []
-    for x in points:
-        row = [f"{100 * x.sparsity:.5g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
-        row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
-        row += [x.increase_text] if increase else []
-        row += [human_bytes(x.size or 0)] if size else []
-        rows.append([*row, x.answer, f"{x.seconds:.1f}"])
-    head = ["sparsity", "effort", *names, *(["increase"] if increase else []), *(["size"] if size else []), "met", "seconds"]
-    show(console, text_table(head, rows))
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

@@ -14,8 +14,7 @@ from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import InvalidSetting, capitalized, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.measurements import Perplexity
-from sparsellm.extensions.studies.measures import Figure, figure_of, measures, short_names
-from sparsellm.extensions.studies.ranking import Ranking, rank_figures
+from sparsellm.extensions.studies.measures import Figure, Ranking, Table, figure_of, measures, rank_figures, short_names
 from sparsellm.extensions.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
 from sparsellm.outputs.folder import check_results, is_sweep
 from sparsellm.outputs.report import NOT_PRUNED, Report, When, load_report
@@ -33,9 +32,6 @@ SAME_TEXT = 0.01
 
 UNKNOWN_ERROR = "difference without a known error (measured on other sequences, on one, or by an earlier version)"
 """How differences are introduced whose error cannot be computed."""
-
-Table = tuple[list[str], list[list[str]]]
-"""Head and lines of a table."""
 
 MeasuredOn = tuple[str, int | None, int | None, int | None]
 """The sequences of a perplexity: name of the text, number of sequences, tokens of the longest and of all."""
@@ -146,26 +142,20 @@ class Comparison:
         shown |= {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
         return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
 
-    def rankings(self) -> dict[MeasuredOn | str, Ranking[str]]:
-        """The best run on each text and task on which several runs were measured, and how the others differ from it."""
-        figures = [(run.name, run.figures) for run in self.runs]
-        keys = dict.fromkeys(key for _, by_key in figures for key in by_key)
-        found = {key: rank_figures({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
-        return {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
-
     def _differences(self, keys: Sequence[MeasuredOn | str]) -> Table:
         """How the runs differ from the best one, on each text and task, which is called so only if it is measurable."""
-        rankings = self.rankings()
-        kept = [key for key in keys if key in rankings]
-        head = ["run", *_column_names([key for key in kept if not isinstance(key, str)])]
-        head += [key for key in kept if isinstance(key, str)]
+        figures = [(run.name, run.figures) for run in self.runs]
+        found = {key: rank_figures({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
+        rankings = {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
+        head = ["run", *_column_names([key for key in rankings if not isinstance(key, str)])]
+        head += [key for key in rankings if isinstance(key, str)]
 
-        def cell(name: str, ranking: Ranking[str]) -> str:
+        def cell(name: str, ranking: Ranking) -> str:
             if name == ranking.best:
                 return ranking.mark
             return str(ranking.differences.get(name) or "-")
 
-        return head, [[run.name, *(cell(run.name, rankings[key]) for key in kept)] for run in self.runs]
+        return head, [[run.name, *(cell(run.name, ranking) for ranking in rankings.values())] for run in self.runs]
 
     def _layers(self) -> list[list[str]]:
         """The layers with the largest ratio between the errors of two runs, and the error of each run."""

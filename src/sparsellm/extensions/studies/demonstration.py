@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from sparsellm.checkpoints.files import DEMO
-from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
-from sparsellm.evaluation.perplexity import measured
 from sparsellm.extensions.packed.packing import pack
 from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench
 from sparsellm.extensions.packed.speed import measure_bench
-from sparsellm.observers.events import (
-    MEASURING,
-    WRITING,
-    Event,
-    NextRun,
-    Observer,
-    Schedule,
-    Stage,
-    advance_by,
-)
-from sparsellm.pipeline.prune import prune_run
+from sparsellm.observers.events import NextRun, Observer
+from sparsellm.pipeline.several import RunSet
 from sparsellm.recipes.fields import METHODS
 from sparsellm.recipes.file import read_recipe
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.texts.samples import test_windows
-from sparsellm.texts.texts import read_text
 
 SPARSITY = "80%"
 """A sparsity at which the methods differ on the bundled models; docs/results.md has others."""
@@ -75,35 +61,22 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     Returns:
         One row per method, the dense model first.
     """
-    name = DEMO + family
-    checkpoint = open_checkpoint(name)
-    tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length).windows
-    settings = {"model": name, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
+    settings = {"model": DEMO + family, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo", "evaluate": "demo"}
     recipes = {method: read_recipe(settings | {"method": method}) for method in reversed(METHODS)}
-    observe(NextRun(1, 1 + len(recipes), "dense"))
-    observe(Stage(MEASURING))
-    progress = advance_by("sequence", observe)
-    model = checkpoint.load()
-    dense = measured(model, tests, "demo", progress=progress)
-    rows = [DemoRow("dense", dense.value, dense.standard_error, 0.0, 0.0)]
-    for number, (method, recipe) in enumerate(recipes.items(), 2):
-        observe(NextRun(number, 1 + len(recipes), method))
-        result = prune_run(recipe, partial(_observe_run, observe))
-        observe(Stage(MEASURING))
-        pruned = measured(result.model, tests, "demo", progress=progress)
-        report = result.report
-        seconds, change = report.seconds[Recipe.stage], pruned.against(dense)
-        rows.append(DemoRow(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
-        if method == "sparsellm" and output is not None:
-            report.perplexity["demo"] = {"dense": dense, "pruned": pruned}
-            observe(Stage(WRITING))
-            result.save_pretrained(output)
+    rows: list[DemoRow] = []
+    with TemporaryDirectory() as folder:
+        runs = RunSet(observe, Path(folder))
+        for number, (method, recipe) in enumerate(recipes.items(), 1):
+            observe(NextRun(number, len(recipes), method))
+            result = runs.run(recipe)
+            report = result.report
+            dense, pruned = (report.perplexity["demo"][when] for when in ("dense", "pruned"))
+            rows = rows or [DemoRow("dense", dense.value, dense.standard_error, 0.0, 0.0)]
+            seconds, change = report.seconds[Recipe.stage], pruned.against(dense)
+            rows.append(DemoRow(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
+            if method == "sparsellm" and output is not None:
+                runs.save(result, output, overwrite=False)
     return rows
-
-
-def _observe_run(observe: Observer, event: Event) -> None:
-    """Pass on an event of a run, whose model is measured afterwards."""
-    observe(Schedule((*event.stages, MEASURING)) if isinstance(event, Schedule) else event)
 
 
 def measure_packed(output: str | Path) -> Bench:

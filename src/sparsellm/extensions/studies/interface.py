@@ -24,7 +24,7 @@ from sparsellm.extensions.studies.run_again import bench_command
 from sparsellm.extensions.studies.search import Search, search_sparsity
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import Outcome, run_sweep
-from sparsellm.extensions.studies.sweep_tables import write_tables
+from sparsellm.extensions.studies.tables import write_tables
 from sparsellm.extensions.studies.target import Target
 from sparsellm.observers.display import Display
 from sparsellm.observers.events import Observer, combine_observers

@@ -1,4 +1,4 @@
-"""The measured values in a run's report, with the dense model's and published ones, and how they are written."""
+"""The measured values in a run's report, with the dense model's and published ones, how they are written, and the best."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from sparsellm.evaluation.differences import Deviations, Difference, difference, joined_deviations, mean_deviations
+from sparsellm.evaluation.differences import (
+    NOT_MEASURABLE,
+    Deviations,
+    Difference,
+    difference,
+    joined_deviations,
+    mean_deviations,
+)
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, is_fraction, mean, measure_of
 from sparsellm.outputs.report import PrunedReport, Report, When
 
 BITS_A_WEIGHT = "bits a weight"
 """The measure of what the pruned layers take when they are packed; for rounded ones."""
+
+Table = tuple[list[str], list[list[str]]]
+"""Head and lines of a table."""
 
 OF_RUN = ("sparsity", BITS_A_WEIGHT, "seconds", "seconds per block")
 """Measures that no text or task belongs to."""
@@ -214,3 +224,56 @@ def value_with_error(value: float, error: float | None = None) -> str:
     decimals = 0 if size >= 1000 else 1 if size >= 100 or (error or 0) >= 1 else 2 if size >= 1 else 3
     text = f"{value:.3g}" if size < 1 else f"{value:,.{decimals}f}"
     return f"{text} ± {error:,.{decimals}f}" if error is not None else text
+
+
+REFERENCE = "reference"
+"""The word beside differences where nothing is said to be best."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Figures of one measure beside the best of them.
+
+    Attributes:
+        best: The name of the figure with the highest share, or the lowest value of another measure.
+        differences: Those of the other finite figures from it, by their names.
+    """
+
+    best: str
+    figure: Figure
+    differences: Mapping[str, Difference | None]
+
+    @property
+    def extreme(self) -> str:
+        """The kind of the best value: "highest" or "lowest"."""
+        return "highest" if self.figure.share else "lowest"
+
+    @property
+    def mark(self) -> str:
+        """The word for the best beside the differences from it: the extreme if it differs measurably from every other."""
+        return self.extreme if len(self.those(measurable=True)) == len(self.differences) else REFERENCE
+
+    def those(self, *, measurable: bool | None) -> list[str]:
+        """The others whose difference from the best is measurable, is not, or has an unknown error (None)."""
+        return [name for name, x in self.differences.items() if (x.is_measurable if x else None) is measurable]
+
+
+def rank_figures(figures: Mapping[str, Figure]) -> Ranking | None:
+    """Compare figures of one measure; None if none is finite. Of equal ones the first is the best."""
+    finite = {name: figure for name, figure in figures.items() if math.isfinite(figure.value)}
+    if not finite:
+        return None
+    best = min(finite, key=lambda name: -finite[name].value if finite[name].share else finite[name].value)
+    others = {name: figure.against(finite[best]) for name, figure in finite.items() if name != best}
+    return Ranking(best, finite[best], others)
+
+
+def claim(ranking: Ranking) -> str:
+    """The claim about the best of several combinations, as the begin of a clause: "alps is best "."""
+    if not ranking.differences:
+        return f"{ranking.best} " if ranking.best else ""
+    if unsure := ranking.those(measurable=False):
+        return f"{ranking.best} is {ranking.extreme}, with {NOT_MEASURABLE} from {', '.join(unsure)}, "
+    if ranking.those(measurable=None):
+        return f"{ranking.best} is {ranking.extreme}, by a difference of unknown error, "
+    return f"{ranking.best} is best "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,17 +18,32 @@ from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import capitalized, plural
 from sparsellm.extensions.packed.record import Bench, Packed
-from sparsellm.extensions.studies.compare import Comparison, Table
+from sparsellm.extensions.studies.compare import Comparison
 from sparsellm.extensions.studies.figures import Plot, style
-from sparsellm.extensions.studies.measures import Figure, error_legend, evaluations, headlines, spoken
-from sparsellm.extensions.studies.ranking import claim, rank_figures
-from sparsellm.extensions.studies.run_again import report_command, run_command, sweep_command, sweep_yaml
-from sparsellm.extensions.studies.run_plots import at_bound, run_plots
-from sparsellm.extensions.studies.speed_plots import LEGEND, size_line, speed_plot, speed_tables
-from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
-from sparsellm.extensions.studies.sweep_plots import sweep_plots
+from sparsellm.extensions.studies.measures import (
+    Figure,
+    Table,
+    claim,
+    error_legend,
+    evaluations,
+    headlines,
+    rank_figures,
+    spoken,
+)
+from sparsellm.extensions.studies.plots import at_bound, run_plots, speed_plot, sweep_plots
+from sparsellm.extensions.studies.run_again import run_command, sweep_command, sweep_yaml
+from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
-from sparsellm.extensions.studies.sweep_tables import Row, grid, legend, models, shown_measures, table
+from sparsellm.extensions.studies.tables import (
+    LEGEND,
+    Row,
+    grid,
+    legend,
+    shown_measures,
+    size_line,
+    speed_tables,
+    table,
+)
 from sparsellm.outputs.folder import is_sweep
 from sparsellm.outputs.report import NOT_PRUNED, Report, read_report
 from sparsellm.outputs.saving import Result
@@ -87,8 +103,15 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
         MissingPackage: If matplotlib is not installed.
     """
     with style():
-        page = _page_of(run)
-        return page.to_html(), list(page.plots)
+        if isinstance(run, Result):
+            page = _run_page(run.report.named(PathNames(run.report.recipe)), page_name(run), verified=False)
+        elif is_sweep(path := local_path(run)):
+            page = _sweep_page(path)
+        else:
+            report, content = read_report(path / REPORT)
+            verified = report.digests is not None and report_digest(content) == report.digests.report
+            page = _run_page(report, path.resolve().name, verified=verified)
+    return page.to_html(), list(page.plots)
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -102,7 +125,7 @@ def comparison_page(comparison: Comparison) -> str:
             notes=comparison.notes,
             tables=comparison.tables(),
             legend=" ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
-            command=report_command(comparison.folders),
+            command=shlex.join(["sparsellm", "report", *comparison.folders]),
             file="recipes.yaml",
             settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
         ).to_html()
@@ -130,18 +153,6 @@ def speed_page(bench: Bench, command: str) -> str:
 def page_name(run: str | Path | Result) -> str:
     """The path of a folder, or a name for the result of a run, which has no folder."""
     return f"{PurePath(run.report.recipe.model).name}-pruned" if isinstance(run, Result) else str(Path(run))
-
-
-def _page_of(run: str | Path | Result) -> Page:
-    """The page of a run or a sweep."""
-    if isinstance(run, Result):
-        return _run_page(run.report.named(PathNames(run.report.recipe)), page_name(run), verified=False)
-    path = local_path(run)
-    if is_sweep(path):
-        return _sweep_page(path)
-    report, content = read_report(path / REPORT)
-    verified = report.digests is not None and report_digest(content) == report.digests.report
-    return _run_page(report, path.resolve().name, verified=verified)
 
 
 def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:
@@ -201,14 +212,10 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
     state = "pruned, nothing recovered" if nothing else report.result if report.blocks else NOT_PRUNED
     made = f"pruned{described if recovery else f' by {described}'}: {totals.pruned_layers} layers"
     before, figures = evaluations(report.pruned) if report.pruned else {}, evaluations(report)
-    measured = [
-        [
-            spoken(x),
-            *(figure.measured if figure else "" for figure in (y.dense, *([before.get(x)] if recovery else []), y)),
-            y.change_text,
-        ]
-        for x, y in figures.items()
-    ]
+    measured = []
+    for x, figure in figures.items():
+        columns = (figure.dense, *([before.get(x)] if recovery else []), figure)
+        measured.append([spoken(x), *(value.measured if value else "" for value in columns), figure.change_text])
     states = list(dict.fromkeys((report.start, "pruned", report.result)))
     packing = Packed.of(report)
     bench = packing.bench if packing else None
@@ -275,7 +282,7 @@ def _sweep_page(path: Path) -> Page:
         command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",
-        settings=sweep_yaml(sweep),
+        settings=sweep_yaml(sweep, names),
     )
 
 
@@ -289,7 +296,7 @@ def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]
     measure = next(iter(headlines(shown_measures(rows))), "")
     by_place: dict[tuple[str, str], dict[str, Figure]] = {}
     for row in (row for row in rows if measure in row.figures):
-        key = row.labels.get("model", models(sweep)[0]), row.labels.get("sparsity", "")
+        key = row.labels.get("model", sweep.models[0]), row.labels.get("sparsity", "")
         by_place.setdefault(key, {})[labels_in_words(row.labels, ("model", "sparsity"))] = row.figures[measure]
     best = {key: ranking for key, figures in by_place.items() if (ranking := rank_figures(figures))}
     for model in dict.fromkeys(model for model, _ in best):

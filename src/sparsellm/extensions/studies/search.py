@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparsellm.checkpoints.files import WORK
@@ -16,10 +16,10 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.extensions.studies.search_result import SEARCH, Point, SearchResult
-from sparsellm.extensions.studies.sweep_cells import Cell
+from sparsellm.extensions.studies.sweep_file import Cell
 from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell
 from sparsellm.extensions.studies.target import HIGHEST, Target, bound_note, outcome, packed_size, point_of, undecided_note
-from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage, add_note
+from sparsellm.observers.events import NextRun, Note, Observer, add_note
 from sparsellm.outputs.fingerprint import check_inputs, environment, model_fingerprint, run_inputs
 from sparsellm.outputs.journal import JOURNAL
 from sparsellm.outputs.report import Report
@@ -98,134 +98,126 @@ def search_sparsity(
         opened = open_model(recipe)
         folder = path / WORK / f"search-{_digest(recipe, opened)}"
         try:
-            return _Searcher(recipe, target, path, grid=grid, folder=folder, observe=observe).run(opened)
+            return _Searcher(recipe, target, path, grid, folder, RunSet(observe, folder / "dense")).run(opened)
         except BaseException as error:
             _clean_up(folder, error)
             raise
 
 
+@dataclass
 class _Searcher:
-    """A search in its folder of cells."""
+    """A search in its folder of cells.
 
-    def __init__(
-        self, recipe: Recipe, target: Target, output: Path, *, grid: list[float], folder: Path, observe: Observer
-    ) -> None:
-        self._recipe, self._target, self._output, self._folder, self._observe = recipe, target, output, folder, observe
-        self._grid = grid
-        self._found: Search | None = None
-        self._runs = RunSet(observe, folder / "dense")
-        self._points: dict[tuple[bool, float], Point] = {}
-        self._sizes: dict[float, int] = {}
-        self._number, self._expected = 0, 1  # of this run, and of all that the search takes if its output meets the target
+    Attributes:
+        found: The result, once an output that meets the target is written.
+        points: By whether the effort is that of the output, and by sparsity.
+        sizes: Bytes of the packed weights by sparsity, if the target is a size.
+        number: Number of the run.
+        expected: Runs that the search takes if its output meets the target.
+    """
+
+    recipe: Recipe
+    target: Target
+    output: Path
+    grid: list[float]
+    folder: Path
+    runs: RunSet
+    found: Search | None = None
+    points: dict[tuple[bool, float], Point] = field(default_factory=dict)
+    sizes: dict[float, int] = field(default_factory=dict)
+    number: int = 0
+    expected: int = 1
 
     def run(self, opened: OpenedModel) -> Search:
         """Find the sparsity among those of the grid, and write the output."""
-        grid = self._grid
-        self._runs.inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
-        if self._target.size is None:
-            self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
-            found = bisect(lambda number: self._is_met(number - 1), len(grid))
-            candidates = grid[:found][::-1]
-            if note := undecided_note(self._sorted(), self._target):
-                self._observe(Note(note))
-            if self._found:
-                return self._found
+        grid = self.grid
+        self.runs.inputs.check(run_inputs(self.recipe, opened.source))  # those of finished cells
+        if self.target.size is None:
+            self.expected = math.ceil(math.log2(len(grid) + 1)) + 1
+            candidates = grid[: bisect(lambda number: self._is_met(number - 1), len(grid))][::-1]
+            if note := undecided_note(self._sorted(), self.target):
+                self.runs.observe(Note(note))
         else:
-            self._sizes = {sparsity: packed_size(self._recipe, opened, sparsity) for sparsity in grid}
-            candidates = [sparsity for sparsity in grid if self._sizes[sparsity] <= self._target.size][:1]
+            self.sizes = {sparsity: packed_size(self.recipe, opened, sparsity) for sparsity in grid}
+            candidates = [sparsity for sparsity in grid if self.sizes[sparsity] <= self.target.size][:1]
         for sparsity in candidates:
-            self._number = max(self._number, self._expected - 1)  # fewer trials may have sufficed
-            if (result := self._finish(sparsity, "output at")) is not None:
-                return result
-            point = self._points[True, sparsity]
-            fails = f"is not known to meet the target ({point.describe()})" if point.undecided else "misses the target"
-            self._observe(Note(f"with the final effort, {Unstructured(sparsity)} {fails}: a smaller one follows"))
+            if self.found:
+                break
+            self.number = max(self.number, self.expected - 1)  # fewer trials may have sufficed
+            point = self._measure(sparsity, self.recipe, "output at", write=True)
+            if not point.met:
+                fails = f"is not known to meet the target ({point.describe()})" if point.undecided else "misses the target"
+                note = f"with the final effort, {Unstructured(sparsity)} {fails}: a smaller one follows"
+                self.runs.observe(Note(note))
+        if self.found:
+            return self.found
         tried = self._sorted()
-        nearest = f"{Unstructured(grid[-1])} takes {human_bytes(self._sizes[grid[-1]])}" if self._sizes else tried[0].describe()
+        nearest = f"{Unstructured(grid[-1])} takes {human_bytes(self.sizes[grid[-1]])}" if self.sizes else tried[0].describe()
         known = "is known to have" if any(point.undecided for point in tried) else "has"
         advice = "Relax the target" + (", or measure on more text, `evaluate_limit`." if known != "has" else ".")
-        raise TargetNotReached(f"No sparsity {known} {self._target}: {nearest}. Nothing was written. {advice}", tried)
+        raise TargetNotReached(f"No sparsity {known} {self.target}: {nearest}. Nothing was written. {advice}", tried)
 
     def _is_met(self, index: int) -> bool:
         """Whether the sparsity at this place of the grid meets the target, with the effort "fast".
 
         Where that is the recipe itself, the last one that is tried is written at once if it does: it is the output.
         """
-        sparsity, tried = self._grid[index], {sparsity for _, sparsity in self._points}
-        is_last = tried.issuperset(self._grid[max(index - 1, 0) : index] + self._grid[index + 1 : index + 2])
-        if not is_last or _fast(self._recipe, self._target) != self._recipe:
-            return self._try(sparsity).met
-        self._found = self._finish(sparsity, "trying")
-        return self._found is not None
+        recipe, tried = _fast(self.recipe, self.target), {sparsity for _, sparsity in self.points}
+        is_last = tried.issuperset(self.grid[max(index - 1, 0) : index] + self.grid[index + 1 : index + 2])
+        return self._measure(self.grid[index], recipe, "trying", write=is_last and recipe == self.recipe).met
 
-    def _try(self, sparsity: float) -> Point:
-        """The point of a sparsity with the effort "fast", from its cell or from a run."""
-        cell_folder = self._cell(sparsity, _fast(self._recipe, self._target))
-        self._number += 1
-        if not cell_folder.result.exists():
-            self._announce(f"trying {Unstructured(sparsity)}")
-            with cell_folder.taken():
-                cell_folder.finish(run_cell(cell_folder, self._runs))
-        return self._finished_point(cell_folder, sparsity)
+    def _measure(self, sparsity: float, recipe: Recipe, name: str, *, write: bool) -> Point:
+        """The point of a recipe at a sparsity, from its finished cell or from a run.
 
-    def _finish(self, sparsity: float, name: str) -> Search | None:
-        """Prune with the final effort, and write the output; None if it misses the target. name: of the run, for observers."""
-        cell_folder = self._cell(sparsity, self._recipe)
-        if cell_folder.result.exists() and not self._finished_point(cell_folder, sparsity).met:
-            return None  # an earlier process has seen it
-
-        def save(result: Result) -> None:
-            if (point := self._add(sparsity, self._recipe, result.report)).met:
-                if note := bound_note(point, self._target, self._grid):
-                    add_note(note, result.report, self._observe)
-                result.report.sections[SEARCH] = SearchResult(str(self._target), tuple(self._sorted()))
-                self._observe(Stage(WRITING))
-                result.save_pretrained(self._output, overwrite=True)
-
-        self._number += 1
-        self._announce(f"{name} {Unstructured(sparsity)}")
-        with cell_folder.taken():
-            result = run_cell(cell_folder, self._runs, finish=save)
-            if SEARCH not in result.report.sections:
-                cell_folder.finish(result)
-                return None
-        found = outcome(self._points[True, sparsity], self._target)
-        return Search(sparsity, str(self._target), tuple(self._sorted()), result.report, self._output, found)
-
-    def _announce(self, name: str) -> None:
-        """Tell the observer that a run starts."""
-        self._observe(NextRun(self._number, max(self._number, self._expected), name))
-
-    def _cell(self, sparsity: float, recipe: Recipe) -> CellFolder:
-        """The folder of the run of a recipe at a sparsity."""
+        Args:
+            name: Name of the run, for observers.
+            write: Whether to write the output if it meets the target.
+        """
         pattern = str(Unstructured(sparsity))
         labels = {"sparsity": pattern, "effort": _effort(recipe)}
-        return CellFolder(self._folder, Cell(labels=labels, recipe=recipe.model_copy(update={"sparsity": pattern})))
+        cell_folder = CellFolder(self.folder, Cell(labels=labels, recipe=recipe.model_copy(update={"sparsity": pattern})))
+        self.number += 1
+        if report := cell_folder.outcome().report:
+            point = self._add(sparsity, recipe, report)
+            if not (write and point.met):
+                return point  # an earlier process has seen it
 
-    def _finished_point(self, cell_folder: CellFolder, sparsity: float) -> Point:
-        """The point of a finished cell."""
-        report = cell_folder.outcome().report
-        assert report is not None
-        return self._add(sparsity, cell_folder.cell.recipe, report)
+        def save(result: Result) -> None:
+            point = self._add(sparsity, recipe, result.report)
+            if point.met:
+                if note := bound_note(point, self.target, self.grid):
+                    add_note(note, result.report, self.runs.observe)
+                points = tuple(self._sorted())
+                result.report.sections[SEARCH] = SearchResult(str(self.target), points)
+                self.runs.save(result, self.output, overwrite=True)
+                found = outcome(point, self.target)
+                self.found = Search(sparsity, str(self.target), points, result.report, self.output, found)
+
+        self.runs.observe(NextRun(self.number, max(self.number, self.expected), f"{name} {pattern}"))
+        with cell_folder.taken():
+            result = run_cell(cell_folder, self.runs, finish=save if write else lambda _: None)
+            if not self.found:
+                cell_folder.finish(result)
+        return self._add(sparsity, recipe, result.report)
 
     def _add(self, sparsity: float, recipe: Recipe, report: Report) -> Point:
         """Make a point from the report of a run. Raises TargetNotReached if the dense model itself misses the target."""
-        for task in self._target.accuracy or ():
+        for task in self.target.accuracy or ():
             figure = report.tasks.get(task, {}).get("pruned")
             if figure is None or not is_fraction(figure.metric):
                 raise InvalidSetting(f"`min_accuracy` names {task}, for which lm-eval computes no accuracy. Name another task.")
-        size = self._sizes.get(sparsity)
+        size = self.sizes.get(sparsity)
         dense = {task: x["dense"] for task, x in report.tasks.items() if "dense" in x}
-        if size is None and not self._target.decide([], dense).met:
+        if size is None and not self.target.decide([], dense).met:
             figures = ", ".join(f"{x.value:.3g} on {task}" for task, x in dense.items())
-            raise TargetNotReached(f"The dense model itself has not {self._target}: it has {figures}. Relax the target.")
-        point = point_of(sparsity, _effort(recipe), report, size=size, target=self._target)
-        self._points[recipe.effort == self._recipe.effort, sparsity] = point
+            raise TargetNotReached(f"The dense model itself has not {self.target}: it has {figures}. Relax the target.")
+        point = point_of(sparsity, _effort(recipe), report, size=size, target=self.target)
+        self.points[recipe.effort == self.recipe.effort, sparsity] = point
         return point
 
     def _sorted(self) -> list[Point]:
         """All points, in increasing order, those with the final effort last."""
-        return [self._points[key] for key in sorted(self._points)]
+        return [self.points[key] for key in sorted(self.points)]
 
 
 def _sparsities(step: float) -> list[float]:
@@ -242,14 +234,9 @@ def _with_measurements(recipe: Recipe, target: Target) -> Recipe:
     return recipe.model_copy(update={"task": tuple(dict.fromkeys([*recipe.task, *(target.accuracy or ())]))})
 
 
-def _has_efforts(recipe: Recipe) -> bool:
-    """Whether `effort` applies to the recipe's method."""
-    return recipe.method == "sparsellm"
-
-
 def _effort(recipe: Recipe) -> str:
     """The effort of a recipe, or its method."""
-    return recipe.effort if _has_efforts(recipe) else recipe.method
+    return recipe.effort if recipe.method == "sparsellm" else recipe.method
 
 
 def _fast(recipe: Recipe, target: Target) -> Recipe:
@@ -259,7 +246,7 @@ def _fast(recipe: Recipe, target: Target) -> Recipe:
         fields["task"] = tuple(target.accuracy)
     else:
         fields["evaluate"] = recipe.evaluate
-    if _has_efforts(recipe) and recipe.effort != "fast":
+    if recipe.method == "sparsellm" and recipe.effort != "fast":
         fields = {name: value for name, value in fields.items() if name != "settings"} | {"effort": "fast"}
     return validated(Recipe, fields)
 

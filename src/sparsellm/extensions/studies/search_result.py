@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from sparsellm.evaluation.differences import Difference
+from sparsellm.extensions.studies.measures import Table
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.sections import Section
+from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
 
 
@@ -53,6 +55,21 @@ class Point:
         figures = [f"an accuracy of {value:.3g} on {task}" for task, value in self.accuracy.items()]
         figures = figures or [f"a perplexity increase of {self.increase_text.removeprefix('+')}"]
         return f"{Unstructured(self.sparsity)} has {', '.join(figures)}"
+
+
+def search_table(points: Sequence[Point]) -> Table:
+    """A line for each sparsity that a search tried."""
+    first = points[0]
+    head = ["sparsity", "effort", *(f"perplexity on {text}" for text in first.perplexity)]
+    head += [*(f"{task}, %" for task in first.accuracy), *["increase"] * (first.increase is not None)]
+    rows = []
+    for x in points:
+        row = [f"{100 * x.sparsity:.5g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
+        row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
+        row += [x.increase_text] if first.increase is not None else []
+        row += [human_bytes(x.size or 0)] if first.size is not None else []
+        rows.append([*row, x.answer, f"{x.seconds:.1f}"])
+    return [*head, *["size"] * (first.size is not None), "met", "seconds"], rows
 
 
 @dataclass(frozen=True)

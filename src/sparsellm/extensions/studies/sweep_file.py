@@ -1,31 +1,23 @@
-"""Sweep files: YAML files with axes, every combination of which is a cell with its own recipe, and with published values."""
+"""Sweeps: files with axes, every combination of which is a cell with its own recipe, and with published values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from math import isfinite, prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
 
-from sparsellm.errors import InvalidSetting
-from sparsellm.extensions.studies.sweep_cells import (
-    Cell,
-    Published,
-    Sweep,
-    check_known,
-    known_label,
-    label_of,
-    labels_in_words,
-    not_of_method,
-    written,
-)
+from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.recipes.fields import split_name
 from sparsellm.recipes.file import explain, read_recipe
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.recipes.registry import METHODS_OF_BLOCKS, SOLVERS, settings_of
+from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping, read_value
 
@@ -34,6 +26,99 @@ MAX_CELLS = 10_000
 
 Points = dict[str, dict[str, Any]]  # the values of an axis: by label, the recipe fields that it sets
 Excluded = dict[str, set[str]]  # an entry of `leave_out`: the excluded labels by axis
+
+
+class Cell(BaseModel, frozen=True):
+    """One run of a sweep: its label on each axis, and its recipe."""
+
+    labels: dict[str, str]
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """All labels as text."""
+        return labels_in_words(self.labels)
+
+    @property
+    def model(self) -> str:
+        """The label of its model, or the last part of the model's name if models are no axis."""
+        return self.labels.get("model", PurePath(self.recipe.model).name)
+
+
+def labels_in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
+    """Labels as text, numbers with the name of their axis. `without`: axes to leave out."""
+    items = ((axis, label) for axis, label in labels.items() if axis not in without)
+    return ", ".join(f"{axis} {label}" if re.fullmatch(r"[\d.]+", label) else label for axis, label in items)
+
+
+class Published(BaseModel, frozen=True):
+    """Published values, to compare with those of a sweep.
+
+    Attributes:
+        measure: Name of the measure, as in `measures.measures`.
+        figures: Pairs of labels by axis, which select cells, and a value.
+    """
+
+    source: str
+    measure: str
+    figures: tuple[tuple[dict[str, str], FiniteFloat], ...]
+
+    def beside(self, labels: Mapping[str, str]) -> float | None:
+        """The published value for a cell, or None."""
+        return next((value for selected, value in self.figures if selected.items() <= labels.items()), None)
+
+
+class Sweep(BaseModel, frozen=True):
+    """The cells of a sweep, and how to display them.
+
+    Attributes:
+        title: Heading of tables and report.
+        note: A remark for tables and report.
+        axes: By name, the labels in order.
+        columns: Axis whose labels are the columns of the printed table; None for one line per cell.
+        keep: Whether pruned models are saved.
+        smoke: Whether this is the small form of the sweep, for a trial run.
+        ignored: Which fields the cells of which methods are run without, in sentences.
+        content: The content of a file that gives this sweep again.
+    """
+
+    title: str
+    note: str
+    axes: dict[str, tuple[str, ...]]
+    cells: tuple[Cell, ...]
+    columns: str | None = None
+    keep: bool = False
+    published: tuple[Published, ...] = ()
+    smoke: bool = False
+    ignored: str = ""
+    content: dict[str, Any] = {}
+
+    @property
+    def models(self) -> list[str]:
+        """The model of each cell, each once."""
+        return list(dict.fromkeys(cell.model for cell in self.cells))
+
+    def at(self, selection: Sequence[str]) -> list[Cell]:
+        """The cells with the given labels.
+
+        Args:
+            selection: Labels as "axis=label". Cells match any of the labels given for one axis, on every axis given. An empty
+                sequence selects all cells.
+
+        Raises:
+            InvalidSetting: For an unknown axis or label, or if no cell matches.
+        """
+        selected: dict[str, set[str]] = {}
+        for condition in selection:
+            axis, _, value = condition.partition("=")
+            check_known(axis, self.axes, "The selection of cells names an unknown axis")
+            label = known_label(axis, value, self.axes[axis])
+            check_known(label, self.axes[axis], f"The selection of cells names an unknown label of {axis!r}")
+            selected.setdefault(axis, set()).add(label)
+        cells = [cell for cell in self.cells if all(cell.labels[axis] in labels for axis, labels in selected.items())]
+        if not cells:
+            raise InvalidSetting(f"No cell of the sweep matches {', '.join(selection)}.")
+        return cells
 
 
 class _Settings(BaseModel, extra="forbid"):
@@ -126,8 +211,19 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
     if content.columns:
         check_known(content.columns, axes, "`columns:` names an unknown axis")
     published = tuple(_published(entry, full_axes) for entry in content.published)
-    display = content.model_dump(include={"note", "columns", "keep"}) | {"smoke": smoke, "ignored": ignored}
-    return Sweep(title=content.title or title, axes=labels, cells=tuple(cells), published=published, **display)
+    title = content.title or title
+    changed: dict[str, Any] = {"recipe": shared, "axes": axes} if changes else {}
+    again = content.model_copy(update={"smoke": _Settings(**changed)} if smoke and changes else changed)
+    return Sweep(
+        axes=labels,
+        cells=tuple(cells),
+        published=published,
+        smoke=smoke,
+        ignored=ignored,
+        content={"title": title, **again.model_dump(mode="json", exclude_defaults=True, fallback=str)},
+        title=title,
+        **content.model_dump(include={"note", "columns", "keep"}),
+    )
 
 
 def _points(axis: str, spec: Any) -> Points:
@@ -182,41 +278,39 @@ def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> 
 
 
 def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Excluded]) -> tuple[list[Cell], str]:
-    """Every combination of the axes that is not excluded, without the fields that its method does not have.
+    """Every combination of the axes that is not excluded, without an effort if its method has none.
 
-    Of cells that differ only in such fields, the first one is kept. Fields that no cell has are left for its recipe to refuse.
+    Of cells that differ only in it, the first one is kept. Where no cell's method has efforts, the recipe refuses them.
 
     Returns:
-        The cells, and which fields were left out, in sentences.
+        The cells, and which left out an effort, in sentences.
     """
     combinations = list(_combinations(shared, axes, excluded))
-    used = {name for _, fields in combinations for name in fields if name not in _not_its_own(fields)}
+    has_effort = any("effort" in fields and _method(fields) == "sparsellm" for _, fields in combinations)
     cells: dict[str, Cell] = {}
-    methods: dict[str, dict[str, None]] = {}  # by field, the methods that do not have it
+    without: dict[str, None] = {}  # the methods that do not have it
     for labels, fields in combinations:
-        unused = [name for name in _not_its_own(fields) if name in fields and name in used]
+        if unused := has_effort and "effort" in fields and _method(fields) != "sparsellm":
+            del fields["effort"]
         try:
-            recipe = read_recipe({name: value for name, value in fields.items() if name not in unused})
+            recipe = read_recipe(fields)
         except InvalidSetting as error:
             error.add_note(f"in the cell {labels_in_words(labels)}; `leave_out:` removes cells from a sweep")
             raise
-        for name in unused:
-            methods.setdefault(name, {})[recipe.method] = None
         cell, key = Cell(labels=labels, recipe=recipe), recipe.model_dump_json()
+        if unused:
+            without[recipe.method] = None
         cells.setdefault(key if unused else f"{key} {cell.name}", cell)
     _check_distinct(list(cells.values()))
-    without: dict[str, list[str]] = {}
-    for name, of in methods.items():
-        without.setdefault(" and ".join(of), []).append(name)
-    lines = [f"Cells of {of} leave out settings of other methods: {', '.join(names)}." for of, names in without.items()]
+    lines = [f"Cells of {' and '.join(without)} leave out settings of other methods: effort."] if without else []
     if len(cells) < len(combinations):
         lines.append("Combinations that differ in these only are one cell.")
     return list(cells.values()), " ".join(lines)
 
 
-def _not_its_own(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that belong to other methods than the one in these fields."""
-    return not_of_method(str(split_name(fields.get("method", Recipe.model_fields["method"].default), "method")[0]))
+def _method(fields: Mapping[str, Any]) -> str:
+    """The name of the method in these fields."""
+    return str(split_name(fields.get("method", Recipe.model_fields["method"].default), "method")[0])
 
 
 def _combinations(
@@ -267,3 +361,31 @@ def _published(entry: _Entry, labels: Mapping[str, Collection[str]]) -> Publishe
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise InvalidSetting(f"`published:` at {selected} must be a number, got {value!r}.")
     return Published(source=entry.source, measure=entry.measure, figures=tuple(branches))
+
+
+def check_known(name: str, names: Collection[str], problem: str) -> str:
+    """The name if it is one of `names`; otherwise raises InvalidSetting, which starts with `problem`."""
+    if name not in names:
+        raise InvalidSetting(f"{problem}: {name!r}. {nearest(name, names)}")
+    return name
+
+
+def written(value: Any) -> str:
+    """A value as YAML has it: true rather than True."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def label_of(axis: str, value: Any) -> str:
+    """The label of a value in a list: the canonical text of a pattern, the last part of a model path."""
+    if axis == "sparsity":
+        with suppress(InvalidSetting):  # the recipe of the cell refuses a value that is no pattern
+            return str(parse_pattern(str(value)))
+    if isinstance(value, dict):
+        name, settings = split_name(value, axis)
+        return f"{name}({', '.join(f'{key}={written(x)}' for key, x in settings.items())})"
+    return PurePath(value).name if axis == "model" and isinstance(value, str) else written(value)
+
+
+def known_label(axis: str, value: Any, labels: Collection[str]) -> str:
+    """The label of an axis that a value names: as it is written, or else as a value in a list; maybe an unknown one."""
+    return written(value) if written(value) in labels else label_of(axis, value)

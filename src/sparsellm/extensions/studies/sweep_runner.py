@@ -20,15 +20,14 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
-from sparsellm.extensions.studies.sweep_cells import Cell, Sweep
-from sparsellm.observers.events import WRITING, NextRun, Note, Observer, Stage
+from sparsellm.extensions.studies.sweep_file import Cell, Sweep
+from sparsellm.observers.events import NextRun, Note, Observer
 from sparsellm.observers.wording import worded
 from sparsellm.outputs.fingerprint import OF_THE_MACHINE, Inputs, OtherContents, SameInputs, changed_input
 from sparsellm.outputs.folder import SWEEP, is_sweep, refuse_links
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result, check_output
 from sparsellm.pipeline.several import RunSet
-from sparsellm.recipes.recipe import Recipe
 from sparsellm.texts.json_files import FORMAT, durable, read_record, strict_json
 
 CELLS = "cells"
@@ -195,9 +194,12 @@ def run_sweep(
         OtherContents: If a model or a text was changed since a cell that read it was finished.
         OSError: If the disk is full.
     """
-    path, selected = Path(folder), sweep.at(only)
+    path, selected, place = Path(folder), sweep.at(only), {"device": device} if device else {}
     _open(path, sweep)
-    cell_folders = [CellFolder(path, cell) for cell in selected]
+    recipes = (cell.recipe.model_copy(update=place) for cell in selected)
+    cell_folders = [
+        CellFolder(path, Cell(labels=cell.labels, recipe=recipe)) for cell, recipe in zip(selected, recipes, strict=True)
+    ]
     inputs = FinishedInputs(sweep, path)
     inputs.check({})
     runs = RunSet(observe, path / "dense", inputs)
@@ -215,7 +217,7 @@ def run_sweep(
                 continue
             observe(NextRun(number, len(cell_folders), cell_folder.cell.name))
             try:
-                cell_folder.finish(_run_sweep_cell(cell_folder, runs, device=device, keep=sweep.keep))
+                cell_folder.finish(_run_sweep_cell(cell_folder, runs, keep=sweep.keep))
             except Exception as error:
                 if isinstance(error, OtherContents) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
                     raise
@@ -235,7 +237,7 @@ def saved_sweep(folder: str | Path) -> Sweep:
     return read_record(Path(folder) / SWEEP, Sweep.model_validate, "sweep")[0]
 
 
-def _run_sweep_cell(cell_folder: CellFolder, runs: RunSet, *, device: str | None, keep: bool) -> Result:
+def _run_sweep_cell(cell_folder: CellFolder, runs: RunSet, *, keep: bool) -> Result:
     """Run a cell of a sweep, and save its model if the sweep keeps models. What it read is checked at its start and its end."""
     if keep:
         check_output(cell_folder.model, dense=cell_folder.cell.recipe.model, overwrite=True)
@@ -243,29 +245,20 @@ def _run_sweep_cell(cell_folder: CellFolder, runs: RunSet, *, device: str | None
     def save(result: Result) -> None:
         runs.inputs.check(result.report.inputs)
         if keep:
-            runs.observe(Stage(WRITING))
-            result.save_pretrained(cell_folder.model, overwrite=True)
+            runs.save(result, cell_folder.model, overwrite=True)
 
-    return run_cell(cell_folder, runs, device=device, finish=save)
+    return run_cell(cell_folder, runs, finish=save)
 
 
-def run_cell(
-    cell_folder: CellFolder,
-    runs: RunSet,
-    *,
-    device: str | None = None,
-    finish: Callable[[Result], object] = lambda _: None,
-) -> Result:
+def run_cell(cell_folder: CellFolder, runs: RunSet, *, finish: Callable[[Result], object] = lambda _: None) -> Result:
     """Run a cell, resuming the work of an earlier process if there is any.
 
     Args:
         cell_folder: The cell, locked by this process.
         runs: The runs that the cell belongs to.
-        device: Overrides the device of the recipe.
         finish: Called with the result while the files of the run exist.
     """
-    recipe = _on_device(cell_folder.cell.recipe, device)
-    run = partial(runs.run_in, cell_folder.model, recipe, name=cell_folder.name, finish=finish)
+    run = partial(runs.run_in, cell_folder.model, cell_folder.cell.recipe, name=cell_folder.name, finish=finish)
     try:
         result = run(resume=True)
     except OtherContents:
@@ -275,11 +268,6 @@ def run_cell(
     with suppress(OSError):
         cell_folder.model.rmdir()  # fails if the model was saved there
     return result
-
-
-def _on_device(recipe: Recipe, device: str | None) -> Recipe:
-    """The recipe with another device, if there is one."""
-    return recipe.model_copy(update={"device": device} if device else {})
 
 
 def _open(folder: Path, sweep: Sweep) -> None:

@@ -1,4 +1,4 @@
-"""Tables that compare the cells of a sweep with each other and with published values: CSV, JSON, Markdown."""
+"""Tables that compare the cells of a sweep with each other and with published values, and the forms of a packed model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from sparsellm.errors import capitalized
-from sparsellm.extensions.studies.measures import OF_RUN, Figure, error_legend, mean_over_seeds, measures, spoken
-from sparsellm.extensions.studies.sweep_cells import Sweep, labels_in_words
+from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench, Speed
+from sparsellm.extensions.studies.measures import OF_RUN, Figure, Table, error_legend, mean_over_seeds, measures, spoken
+from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome
+from sparsellm.runtime.memory import human_bytes
 from sparsellm.texts.json_files import durable, strict_json
 
 SEED_AXIS = "seed"
@@ -89,7 +91,7 @@ def to_csv(sweep: Sweep, rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def grid(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def grid(sweep: Sweep, rows: Sequence[Row]) -> Table:
     """The printed table, with a line for each dense model.
 
     Args:
@@ -170,7 +172,7 @@ def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     """Sentences below a table: the meaning of its errors, the sources of published values, and the missing cells."""
     figures = [figure for row in rows for figure in row.figures.values()]
     subjects = " and ".join(map(spoken, shown_measures(rows)))
-    lines = [f"{capitalized(subjects)} of {', '.join(models(sweep))}."] if subjects else []
+    lines = [f"{capitalized(subjects)} of {', '.join(sweep.models)}."] if subjects else []
     if any(figure.change is not None for figure in figures):
         lines.append("In brackets: the change from the model before the run.")
     lines += error_legend(figures)
@@ -184,11 +186,6 @@ def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def models(sweep: Sweep) -> list[str]:
-    """The models of a sweep: their labels, or the last part of their names if they are no axis."""
-    return list(dict.fromkeys(cell.labels.get("model", PurePath(cell.recipe.model).name) for cell in sweep.cells))
-
-
 def write_tables(sweep: Sweep, outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     """Write results.csv, .json and .md to a folder, each atomically."""
     rows = table(sweep, outcomes)
@@ -200,3 +197,43 @@ def write_tables(sweep: Sweep, outcomes: Sequence[Outcome], folder: Path) -> lis
     for file, text in contents.items():
         durable(file, text.encode())
     return list(contents)
+
+
+SPEED_COLUMNS = ["form", "sequences", "tokens/s", "× torch", "× ceiling", "prefill/s", "memory"]
+
+LEGEND = (
+    "tokens/s: tokens decoded a second, of all sequences together.",
+    "× torch: relative to the dense model in transformers.",
+    "× ceiling: relative to reading the dense weights once for every token.",
+    "prefill/s: tokens of the prompts read a second. memory: bytes of the weights.",
+)
+
+
+def speed_tables(bench: Bench) -> dict[str, Table]:
+    """Heading and cells of a table for each number of threads, by title."""
+    tables = {}
+    for threads, bandwidth in bench.bandwidth.items():
+        title = f"{threads} {'thread reads' if threads == 1 else 'threads read'} {bandwidth / 1e9:.1f} GB/s of dense weights"
+        tables[title] = (SPEED_COLUMNS, [_cells(bench, speed) for speed in bench.speeds if speed.threads == threads])
+    return tables
+
+
+def size_line(bench: Bench) -> str:
+    """The packed model's size on disk and in memory, and the dense model's, in a sentence."""
+    dense, packed = bench.memory_bytes[TORCH], bench.memory_bytes[PACKED]
+    files = f"{human_bytes(bench.disk_bytes)} on disk, {human_bytes(packed)} in memory"
+    return f"{bench.model}: {files}; the dense weights are {human_bytes(dense)}."
+
+
+def _cells(bench: Bench, speed: Speed) -> list[str]:
+    """A row of a table."""
+    size = bench.memory_bytes.get(speed.form)
+    return [
+        speed.form,
+        str(speed.batch),
+        f"{speed.decode:,.1f}",
+        f"{bench.ratio(speed, TORCH):.2f}",
+        f"{bench.ratio(speed, CEILING):.2f}",
+        "" if speed.prefill is None else f"{speed.prefill:,.0f}",
+        "" if size is None else human_bytes(size),
+    ]
