@@ -20,7 +20,7 @@ LINES = {
     "checkpoints": 3_290,
     "cli": 1_395,
     "evaluation": 1_062,
-    "extensions": 15_170,
+    "extensions": 15_161,
     "methods": 2_387,
     "models": 2_172,
     "observers": 715,
