@@ -7,10 +7,9 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
@@ -27,9 +26,6 @@ from sparsellm.cli.console import (
 )
 from sparsellm.cli.run_options import Extras, extended
 from sparsellm.errors import plural
-
-if TYPE_CHECKING:
-    from sparsellm.extensions.studies.compare import Comparison
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
 SweepOut = Annotated[
@@ -245,7 +241,11 @@ def report(
             if as_json:
                 print_json(comparison.to_dict())
                 return
-            print_comparison(stdout, comparison)
+            for title, made in comparison.tables().items():
+                show(stdout, text_table(*made, title))
+                print_line(stdout, "")
+            for note in comparison.notes:
+                print_line(stdout, note)
             if output:
                 print_line(stdout, f"Wrote {output}.")
             return
@@ -378,12 +378,3 @@ def demo(
             print_line(stdout, f"Look at it: sparsellm inspect {output}")
         print_line(stdout, "Your model: sparsellm plan MODEL --sparsity 70% --calibration TEXT")
         print_line(stdout, "Prune it: sparsellm prune MODEL OUTPUT --sparsity 70% --calibration TEXT")
-
-
-def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print the tables of a comparison, and what limits it."""
-    for title, made in comparison.tables().items():
-        show(console, text_table(*made, title))
-        print_line(console, "")
-    for note in comparison.notes:
-        print_line(console, note)

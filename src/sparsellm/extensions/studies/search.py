@@ -89,14 +89,20 @@ def search_sparsity(
         raise InvalidSetting("A search runs in one process. Start it without a launcher.")
     check_inputs(recipe)
     grid = _sparsities(step)
-    recipe = _with_measurements(recipe, target)
+    if target.perplexity_increase is not None and not recipe.evaluate:
+        raise InvalidSetting("A perplexity needs a text to measure it on: pass `evaluate` with a file or the name of a text.")
+    recipe = recipe.model_copy(update={"task": tuple(dict.fromkeys([*recipe.task, *(target.accuracy or ())]))})
     with claimed(output, overwrite, recipe.model) as path:
         if (path / WORK / JOURNAL).exists():
             raise CannotResume(
                 f"{output} is the unfinished output of a pruning run. Finish that run, or choose another output."
             )
         opened = open_model(recipe)
-        folder = path / WORK / f"search-{_digest(recipe, opened)}"
+        assert isinstance(opened.source, Checkpoint)
+        # Finished runs on other files or another machine do not count.
+        known = {**model_fingerprint(opened.source), **environment(opened.device), **run_inputs(recipe, opened.source)}
+        digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
+        folder = path / WORK / f"search-{digest}"
         try:
             return _Searcher(recipe, target, path, grid, folder, RunSet(observe, folder / "dense")).run(opened)
         except BaseException as error:
@@ -227,13 +233,6 @@ def _sparsities(step: float) -> list[float]:
     return [round(number * step, 12) for number in range(1, int(HIGHEST / step + 1e-9) + 1)]
 
 
-def _with_measurements(recipe: Recipe, target: Target) -> Recipe:
-    """Add the tasks of the target to the recipe. Raises InvalidSetting if the target is a perplexity and no text is given."""
-    if target.perplexity_increase is not None and not recipe.evaluate:
-        raise InvalidSetting("A perplexity needs a text to measure it on: pass `evaluate` with a file or the name of a text.")
-    return recipe.model_copy(update={"task": tuple(dict.fromkeys([*recipe.task, *(target.accuracy or ())]))})
-
-
 def _effort(recipe: Recipe) -> str:
     """The effort of a recipe, or its method."""
     return recipe.effort if recipe.method == "sparsellm" else recipe.method
@@ -249,13 +248,6 @@ def _fast(recipe: Recipe, target: Target) -> Recipe:
     if recipe.method == "sparsellm" and recipe.effort != "fast":
         fields = {name: value for name, value in fields.items() if name != "settings"} | {"effort": "fast"}
     return validated(Recipe, fields)
-
-
-def _digest(recipe: Recipe, opened: OpenedModel) -> str:
-    """Digest of the files that the runs of a search read, and of the machine: runs on others do not count."""
-    assert isinstance(opened.source, Checkpoint)
-    known = {**model_fingerprint(opened.source), **environment(opened.device), **run_inputs(recipe, opened.source)}
-    return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _clean_up(folder: Path, error: BaseException) -> None:
