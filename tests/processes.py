@@ -41,11 +41,11 @@ def run(
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from sparsellm.extensions.recover import model_training
+    from sparsellm.extensions.recover.training import masked_training
     from sparsellm.outputs.journal import Journal
     from tests.short_training import app
 
-    model_training.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
+    masked_training.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
     append = Journal._append
 
     def append_and_die(self: Journal, entry: Mapping[str, Any]) -> None:

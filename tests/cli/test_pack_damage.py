@@ -25,7 +25,6 @@ import sparsellm
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
 from sparsellm.extensions.packed import conversion
-from sparsellm.extensions.packed import conversion as packed_documents
 from sparsellm.extensions.packed.formats import weight_converter
 from sparsellm.extensions.packed.formats.packed_tensors import PackedWeight, packed_weights
 from tests.cli.test_bad_input import refused
@@ -299,8 +298,8 @@ def test_mutated_files_are_refused_in_one_message(inputs: int, packed: Path, tmp
     shutil.copytree(packed, folder)
     valid = (folder / "model.safetensors").read_bytes()
     random, tally = Random(0), Tally()
-    source = packed_documents.Source.open(packed)
-    expected = packed_documents.read_digests(source)
+    source = conversion.Source.open(packed)
+    expected = conversion.read_digests(source)
     entries = packed_weights(packed / "model.safetensors")
     for _ in range(inputs):
         file = folder / "model.safetensors"
@@ -308,7 +307,7 @@ def test_mutated_files_are_refused_in_one_message(inputs: int, packed: Path, tmp
         os.utime(file, ns=(tally.tried, tally.tried))
 
         def read() -> None:
-            digests = packed_documents.read_digests(packed_documents.Source.open(folder))
+            digests = conversion.read_digests(conversion.Source.open(folder))
             assert all(digests[name] == expected[name] for name in entries if name in digests)
 
         attempt(tally, read)

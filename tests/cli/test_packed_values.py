@@ -20,8 +20,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.extensions.integers.scales_file import read_scales
-from sparsellm.extensions.packed import conversion as packed_documents
-from sparsellm.extensions.packed import packing
+from sparsellm.extensions.packed import conversion, packing
 from sparsellm.extensions.packed.formats.packed_tensors import packed_weights
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless
@@ -169,7 +168,7 @@ def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path
     """Files are read as before, or refused in one message."""
     folder = tmp_path / "packed"
     sparsellm.pack(outputs["opt"], folder, values="int4")
-    expected, random, tally = packed_documents.read_digests(packing.Source.open(folder)), Random(0), Tally()
+    expected, random, tally = conversion.read_digests(packing.Source.open(folder)), Random(0), Tally()
     file = folder / "model.safetensors"
     valid, entries = file.read_bytes(), packed_weights(file)
     for _ in range(300):
@@ -177,7 +176,7 @@ def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path
         os.utime(file, ns=(tally.tried, tally.tried))
 
         def read() -> None:
-            digests = packed_documents.read_digests(packing.Source.open(folder))
+            digests = conversion.read_digests(packing.Source.open(folder))
             assert all(digests[name] == expected[name] for name in entries if name in digests)
 
         attempt(tally, read)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparsellm.extensions.packed import speed as decoding
 from sparsellm.extensions.packed.formats import kernel_library, kernels, linear
 from sparsellm.extensions.packed.formats.linear import PackedLinear
 from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH
@@ -49,7 +48,7 @@ class Timed(nn.Module):
 def test_speeds_are_tokens_of_all_sequences_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the threads that are asked for, which are as before afterwards."""
     clock, before = [0.0], torch.get_num_threads()
-    monkeypatch.setattr(decoding.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("sparsellm.extensions.packed.speed.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(
         kernel_library, "read_seconds", lambda weights: sum(x.nbytes for x in weights) / (READ * torch.get_num_threads())
     )

@@ -13,9 +13,9 @@ import pytest
 from sparsellm import prune
 from sparsellm.extensions.planning.measured_plan import plan_recovery
 from sparsellm.extensions.planning.run_plan import RunPlan
-from sparsellm.extensions.recover import model_training
 from sparsellm.extensions.recover.block_recovery import read_recovery
 from sparsellm.extensions.recover.run import recover_run
+from sparsellm.extensions.recover.training import masked_training
 from sparsellm.observers.events import Stage
 from sparsellm.outputs import journal
 from sparsellm.outputs.journal import work_directory
@@ -105,7 +105,7 @@ def test_the_state_of_a_training_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The most bytes that the work folder holds while states replace each other, and then with the output."""
-    monkeypatch.setattr(model_training, "STORING_SHARE", float("inf"))  # a state at every validation
+    monkeypatch.setattr(masked_training, "STORING_SHARE", float("inf"))  # a state at every validation
     settings = {"calibration": str(text_file), "samples": 16, "sequence_length": 32, "steps": 10}
     recipe = read_recovery({"model": str(tiny["llama"]), "pruned": str(pruned), "scope": scope, "train": train, **settings})
     out, sizes, write = tmp_path / "out", [0], journal.durable

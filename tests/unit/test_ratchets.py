@@ -20,7 +20,7 @@ LINES = {
     "checkpoints": 3_290,
     "cli": 1_395,
     "evaluation": 1_062,
-    "extensions": 14_646,
+    "extensions": 14_638,
     "methods": 2_387,
     "models": 2_172,
     "observers": 715,

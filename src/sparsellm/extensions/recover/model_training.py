@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,18 +15,18 @@ from sparsellm.extensions.integers.quantization import Scales
 from sparsellm.extensions.recover.recipe import SCOPE_STEPS, RecoveryRecipe
 from sparsellm.extensions.recover.training.distillation import Group, adam_for, distill, group_batches, last_states
 from sparsellm.extensions.recover.training.generation import AT_A_TIME, generate_samples
+from sparsellm.extensions.recover.training.masked_training import TrainingStore
 from sparsellm.extensions.recover.training.trained_weights import COPIES, Train, pruned_blocks, trained_bytes, trained_numbers
 from sparsellm.methods import WHOLE_MODEL, BlockResult, BlockShapes, Memory, TrainingResult
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head, outside_parameters
 from sparsellm.observers.events import add_note, run_stage
-from sparsellm.outputs.journal import TRAINING_STATE, Journal
+from sparsellm.outputs.journal import Journal
 from sparsellm.pipeline.loading import OpenedModel, Placement
 from sparsellm.pipeline.preparation import Prepared
 from sparsellm.pipeline.run import Run
 from sparsellm.recipes.recipe import Recipe, RunRecipe
-from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.linalg import count_zeros
 
@@ -53,9 +52,6 @@ few sequences alone, training overfits (LLM-QAT, Liu et al., 2023, generates all
 
 STORED_COPIES = 4
 """float32 copies of the trained numbers that a durable state has: the present ones, the best ones, and Adam's two moments."""
-
-STORING_SHARE = 0.1
-"""Largest fraction of the time of a training that storing its states takes, after the first one."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +226,7 @@ class ModelTraining:
                 products=loaded.products,
                 outside=self.trains_outside,
                 progress=advance,
-                store=JournalStore(run.journal).begin(WHOLE_MODEL) if run.journal else None,
+                store=TrainingStore(run.journal).begin(WHOLE_MODEL) if run.journal else None,
                 head=head,
                 held_out=held_out,
             )
@@ -266,38 +262,6 @@ def _generation_memory(ready: Prepared, placement: Placement, count: int) -> Mem
     cached = 2 * 4 * ready.length / 2 * config.hidden_size * len(ready.blocks)  # keys and values, on average
     peak = placement.model * max(4, stored) / stored + min(count, AT_A_TIME) * (2 * cached + 12 * config.vocab_size)
     return Memory(peak, [])
-
-
-class JournalStore:
-    """A `TrainingStore` in the journal of a run, for one training after the other; the last state of the last one is kept.
-
-    A state is left out if it comes so soon after the one before that storing takes more than `STORING_SHARE` of the time.
-    """
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal, self._training = journal, ""
-        self._last, self._seconds = time.monotonic(), 0.0
-
-    def begin(self, training: str) -> JournalStore:
-        """Store the states of the training of this name from now on; returns the store."""
-        self._training, self._last = training, time.monotonic()
-        return self
-
-    def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replace the stored state."""
-        began = time.monotonic()
-        if not collectives.broadcast_object(began - self._last >= self._seconds / STORING_SHARE):
-            return
-        on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        self._journal.store_latest(TRAINING_STATE, on_cpu, {"training": self._training, "state": dict(values)})
-        self._last = time.monotonic()
-        self._seconds = self._last - began
-
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The stored state of this training, or None."""
-        fact = self._journal.fact(TRAINING_STATE)
-        stored = self._journal.latest(TRAINING_STATE) if fact and fact["value"]["training"] == self._training else None
-        return (stored[0], stored[1]["state"]) if stored else None
 
 
 def _update_zeros(result: BlockResult, block: Block) -> BlockResult:

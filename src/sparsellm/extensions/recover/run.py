@@ -16,9 +16,9 @@ from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.extensions.recover.block_recovery import recovery_plan
-from sparsellm.extensions.recover.model_training import JournalStore
 from sparsellm.extensions.recover.preparation import MEASURING_CHECKPOINT, PreparedRecovery, fit_to_disk, prepare_recovery
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
+from sparsellm.extensions.recover.training.masked_training import TrainingStore
 from sparsellm.extensions.recover.training.trained_weights import pruned_blocks
 from sparsellm.methods import BlockResult
 from sparsellm.models.loaded_model import LoadedModel
@@ -125,7 +125,7 @@ def _recover(run: Run[PreparedRecovery], loaded: LoadedModel, batches: Sequence[
             fisher = estimate_fisher(loaded, batches, report=report, observer=observer, cache=cache)
         finishing = [step.begin(run, loaded, batches, cache) for step in ready.steps]
     if journal:
-        method = replace(method, store=JournalStore(journal).begin)
+        method = replace(method, store=TrainingStore(journal).begin)
     visited = len(pruned_blocks(blocks, plan))
     with run_stage(ready.recipe.stage, report, observer, unit="batch", blocks=visited, layers=len(plan)) as advance:
         change = partial(method.steps, plan)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from sparsellm.extensions.recover.training.quantized_training import QuantizedParameters, RoundedLayer
 from sparsellm.extensions.recover.training.trained_weights import MaskedLoRA, MaskedParameters, TrainedWeights
 from sparsellm.methods import CurvePoint, TrainingResult
+from sparsellm.outputs.journal import TRAINING_STATE, Journal
 from sparsellm.runtime import collectives, devices
 
 VALIDATIONS = 10
@@ -29,16 +31,42 @@ Pieces = Callable[[int], Iterator[Tensor]]
 """Maps the number of a group to its loss, in terms that are computed one at a time and add up to it."""
 
 
-class TrainingStore(Protocol):
-    """Keeps the state of a training on disk, so that a killed one continues to the same bytes. All processes call both."""
+STORING_SHARE = 0.1
+"""Largest fraction of the time of a training that storing its states takes, after the first one."""
+
+
+class TrainingStore:
+    """Keeps the state of a training in the journal of a run, so that a killed one continues to the same bytes.
+
+    It serves one training after the other; the last state of the last one is kept. All processes call `save` and `load`.
+
+    A state is left out if it comes so soon after the one before that storing takes more than `STORING_SHARE` of the time.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._training = journal, ""
+        self._last, self._seconds = time.monotonic(), 0.0
+
+    def begin(self, training: str) -> TrainingStore:
+        """Store the states of the training of this name from now on; returns the store."""
+        self._training, self._last = training, time.monotonic()
+        return self
 
     def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replace what is stored by these tensors and this JSON-serializable data."""
-        ...
+        """Replace the stored state."""
+        began = time.monotonic()
+        if not collectives.broadcast_object(began - self._last >= self._seconds / STORING_SHARE):
+            return
+        on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        self._journal.store_latest(TRAINING_STATE, on_cpu, {"training": self._training, "state": dict(values)})
+        self._last = time.monotonic()
+        self._seconds = self._last - began
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The state that was stored last; None if none was."""
-        ...
+        """The stored state of this training, or None."""
+        fact = self._journal.fact(TRAINING_STATE)
+        stored = self._journal.latest(TRAINING_STATE) if fact and fact["value"]["training"] == self._training else None
+        return (stored[0], stored[1]["state"]) if stored else None
 
 
 @dataclass(frozen=True)
