@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsellm.errors import BadText
 from sparsellm.texts.padding import pad
-from sparsellm.texts.rows import FORMS, document_fields, split_documents
+from sparsellm.texts.rows import FORMS, Conversation, document_fields, row_documents
 from sparsellm.texts.texts import JOINT, LONGEST_NAME, Text, data_set_text, is_name
 
 CalibrationData = Tensor | Mapping[str, Any] | Iterable[Any]
@@ -121,10 +121,11 @@ def read_in_memory(
             break
     if sequences:
         return pad(sequences[:limit])
-    texts, conversations, empty = split_documents(what, documents[:limit], field)
-    if not texts and not conversations:
-        raise BadText(f"{what} holds no text: a {type(data).__name__} of {empty:,} blank documents. {EXPECTED_DATA}")
-    return Text(texts, JOINT, source, conversations=conversations, empty=empty)
+    found = list(row_documents(what, documents[:limit], field))
+    kept = [document for document in found if document is not None]
+    if not kept:
+        raise BadText(f"{what} holds no text: a {type(data).__name__} of {len(found):,} blank documents. {EXPECTED_DATA}")
+    return Text(kept, JOINT, source, chats=isinstance(kept[0], Conversation), empty=len(found) - len(kept))
 
 
 def _items(data: CalibrationData, what: str) -> Iterator[Any]:

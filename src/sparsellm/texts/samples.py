@@ -101,7 +101,7 @@ def calibration_windows(
     if tokenized.whole:
         order = iter(torch.randperm(len(tokenized), generator=generator).tolist())
         windows, short = _whole(tokenized, order, sequence_length, samples)
-        kind = "conversations in the chat template, each" if text.conversations else "documents, each from its start,"
+        kind = "conversations in the chat template, each" if text.chats else "documents, each from its start,"
         count = f"{len(windows):,} of {len(tokenized):,} {kind} cut after {sequence_length:,} tokens"
         notes = [
             *short,
@@ -112,7 +112,7 @@ def calibration_windows(
     room = tokenized.room(sequence_length)
     if (needed := TOKEN_BYTES * samples * sequence_length) >= LARGE:
         check_fits(needed, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`.")
-    drawn = None if text.rows or text.conversations else _draw_from_documents(tokenized, samples, room, generator)
+    drawn = None if text.rows or text.chats else _draw_from_documents(tokenized, samples, room, generator)
     drawn = None if drawn is None else _begun(tokenized, drawn)
     origin, distinct = f", each at a random place of one of {len(tokenized):,} documents", samples * room
     notes = []
@@ -293,7 +293,7 @@ def _covered(starts: Tensor, length: int) -> int:
 def _short_documents(tokenized: TokenizedText, length: int) -> Iterator[str]:
     """A note where most documents, each a text of its own, are shorter than a sequence; or most parts of one text, by far."""
     text = tokenized.text
-    if text.published or text.conversations:
+    if text.published or text.chats:
         return
     is_one = text.rows or len(tokenized) < MEDIAN
     parts = re.split(r"\n[^\S\n]*\n", (tokenized.document(0) or "")[:SHORT]) if is_one else range(len(tokenized))
