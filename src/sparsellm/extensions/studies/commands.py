@@ -16,7 +16,6 @@ from rich.console import Console
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     displayed,
-    in_options,
     print_error,
     print_json,
     print_line,
@@ -27,7 +26,7 @@ from sparsellm.cli.console import (
     stdout,
     text_table,
 )
-from sparsellm.cli.run_options import Extras, extended
+from sparsellm.cli.run_options import Extras, extended, observing
 from sparsellm.errors import plural
 
 if TYPE_CHECKING:
@@ -115,11 +114,9 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with report_errors(context):
-        from sparsellm.cli.allocator import manage_memory
         from sparsellm.extensions.studies.sweep_file import read_sweep
         from sparsellm.extensions.studies.sweep_runner import read_outcomes, run_sweep
         from sparsellm.extensions.studies.sweep_tables import grid, legend, table, to_json, write_tables
-        from sparsellm.observers.display import Display
         from sparsellm.runtime import process_group
         from sparsellm.texts.paths import local_path
 
@@ -134,10 +131,7 @@ def sweep(
             return
         # The processes of a launcher run different cells; only the first one prints.
         rank, count = process_group.independent_process(os.environ)
-        with (
-            Display("off" if rank else "quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-            extras.observing(display, manage_memory) as observe,
-        ):
+        with observing(context, extras, quiet=quiet, displays=not rank) as observe:
             outcomes = run_sweep(
                 cells,
                 folder,
@@ -205,18 +199,13 @@ def search(
             raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
         distance = parse_pattern(step, "step").sparsity
 
-        from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.result_text import print_summary
         from sparsellm.extensions.studies.search import search_sparsity
         from sparsellm.extensions.studies.target import Target
-        from sparsellm.observers.display import Display
 
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
-            with (
-                Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display,
-                extras.observing(display, manage_memory) as observe,
-            ):
+            with observing(context, extras, quiet=quiet) as observe:
                 result = search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observe)
         except TargetNotReached as error:
             if as_json:
@@ -358,16 +347,14 @@ def demo(
     Example: sparsellm demo --output pruned-demo
     """
     with report_errors(context):
-        from sparsellm.cli.allocator import manage_memory
         from sparsellm.extensions.studies.demonstration import SPARSITY, demonstrate, measure_packed, packed_lines
-        from sparsellm.observers.display import Display, with_standard_error
-        from sparsellm.observers.events import combine_observers
+        from sparsellm.observers.display import with_standard_error
         from sparsellm.outputs.saving import check_output
 
         if output is not None:
             check_output(output)
-        with Display("quiet" if quiet else "auto", partial(in_options, context=context)) as display:
-            rows = demonstrate(family, output, combine_observers(manage_memory, display))
+        with observing(context, quiet=quiet) as observe:
+            rows = demonstrate(family, output, observe)
         packed = None if output is None else measure_packed(output)
         if as_json:
             result = {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows]}
