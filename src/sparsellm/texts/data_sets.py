@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import SpooledTemporaryFile, gettempdir
@@ -58,7 +58,9 @@ class DataSetDocuments(Sequence[Any]):
     @cached_property
     def sizes(self) -> Sizes:
         """(documents,) Characters of the first column of each row."""
-        return np.fromiter(self._lengths(), np.int64, len(self._data))
+        values = (value for batch in self._data.iter(ROWS_A_BATCH) for value in batch[self._column])
+        lengths = (0 if x is None else len(x if isinstance(x, str) else str(x)) for x in values)
+        return np.fromiter(lengths, np.int64, len(self._data))
 
     def __len__(self) -> int:
         return len(self._data)
@@ -74,11 +76,6 @@ class DataSetDocuments(Sequence[Any]):
 
     def _read(self, number: int) -> Document | None:
         return document_of(f"{self._source}, row {number + 1},", self._data[number], self._field)
-
-    def _lengths(self) -> Iterator[int]:
-        for batch in self._data.iter(ROWS_A_BATCH):
-            for value in batch[self._column]:
-                yield 0 if value is None else len(value if isinstance(value, str) else str(value))
 
 
 class StoredDocuments(Sequence[Any]):

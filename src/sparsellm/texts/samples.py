@@ -108,7 +108,7 @@ def calibration_windows(
             *([f"{text.source} has {len(windows):,} of the {samples:,} samples"] if len(windows) < samples else []),
         ]
         description = f"{count} ({text.source}), seed {seed}"
-        return _sequences(tokenized, windows, description, notes=notes)
+        return Sequences(windows, description, (*tokenized.notes(windows), *notes))
     room = tokenized.room(sequence_length)
     if (needed := TOKEN_BYTES * samples * sequence_length) >= LARGE:
         check_fits(needed, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`.")
@@ -131,7 +131,7 @@ def calibration_windows(
         notes.append(f"{samples:,} sequences of {sequence_length:,} tokens from {distinct:,}: each is seen {times} times")
     count = f"{plural(samples, 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
     description = f"{count}{origin} ({text.source}), seed {seed}"
-    return _sequences(tokenized, drawn, description, notes=notes)
+    return Sequences(drawn, description, (*tokenized.notes(drawn), *notes))
 
 
 def test_windows(
@@ -171,15 +171,10 @@ def test_windows(
         windows = _cut(tokenized, stream, starts, sequence_length)
         notes = list(_short_documents(tokenized, sequence_length))
         description = f"{plural(len(windows), 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
-    return _sequences(tokenized, windows, f"{description} ({text.source})", notes=notes)
+    return Sequences(windows, f"{description} ({text.source})", (*tokenized.notes(windows), *notes))
 
 
 test_windows.__test__ = False  # type: ignore[attr-defined]  # the prefix would make pytest collect it
-
-
-def _sequences(tokenized: TokenizedText, windows: Tensor, description: str, *, notes: list[str]) -> Sequences:
-    """The sequences with all notes."""
-    return Sequences(windows, description, (*tokenized.notes(windows), *notes))
 
 
 def _with_bos(tokenized: TokenizedText) -> str:

@@ -133,28 +133,20 @@ def _read_parquet(path: Path, field: str | None, memory: int | None) -> Iterator
 def _read_csv(path: Path, field: str | None, memory: int | None) -> Iterator[FileRow]:
     """Yield rows of a CSV file, whose first line names the columns; without `field` the only one will do."""
     reader = csv.reader(_lines(path), strict=True)
+    limit = csv.field_size_limit(2**31 - 1)  # for cells of more than 131,072 characters: what fits a C long on every system
     try:
-        with _unlimited_cells():
-            names = next(reader, [])
-            only = field is None and len(names) == 1
-            chosen = names if only else document_fields(str(path), names, field)
-            places = [names.index(name) for name in chosen]
-            for cells in reader:
-                if cells and len(cells) != len(names):
-                    raise BadText(f"{path}, line {reader.line_num}, has {len(cells)} cells, but line 1 names {len(names)}.")
-                if cells:
-                    row: Any = cells[0] if only else {name: cells[place] for name, place in zip(chosen, places, strict=True)}
-                    yield f"line {reader.line_num}", row
+        names = next(reader, [])
+        only = field is None and len(names) == 1
+        chosen = names if only else document_fields(str(path), names, field)
+        places = [names.index(name) for name in chosen]
+        for cells in reader:
+            if cells and len(cells) != len(names):
+                raise BadText(f"{path}, line {reader.line_num}, has {len(cells)} cells, but line 1 names {len(names)}.")
+            if cells:
+                row: Any = cells[0] if only else {name: cells[place] for name, place in zip(chosen, places, strict=True)}
+                yield f"line {reader.line_num}", row
     except csv.Error as error:
         raise BadText(f"{path}, line {reader.line_num}, is not CSV: {error}.") from error
-
-
-@contextmanager
-def _unlimited_cells() -> Iterator[None]:
-    """Within the context, let the csv module read cells of more than 131,072 characters."""
-    limit = csv.field_size_limit(2**31 - 1)  # what fits a C long on every system
-    try:
-        yield
     finally:
         csv.field_size_limit(limit)
 

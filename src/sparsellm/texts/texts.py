@@ -109,7 +109,6 @@ HUB_TEXTS = {
         revision="refs/convert/parquet",  # the main branch has a loading script, which `datasets` 4 does not support
     ),
 }
-NAMES = TEXT_NAMES
 
 
 def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, memory: int | None = None) -> Text:
@@ -128,7 +127,7 @@ def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, me
     memory; a .txt file is then one text in pieces.
 
     Args:
-        name_or_path: A name of `NAMES` or a path.
+        name_or_path: A name of `TEXT_NAMES` or a path.
         split: Split of a named text, or of a folder with several; a local file is used for both splits.
         field: Field or column of a local file that holds the documents; None for the first of `sparsellm.texts.rows.FORMS`, or
             the only column of a .csv file.
@@ -171,7 +170,7 @@ def is_name(string: str) -> bool:
     """Whether a string is the name of a text, or a path: it has the suffix of a text, or something is there."""
     try:
         path = Path(string).expanduser()
-        return string in NAMES or suffix_of(path) in READERS or path.exists()
+        return string in TEXT_NAMES or suffix_of(path) in READERS or path.exists()
     except (OSError, ValueError, RuntimeError):
         return False
 
@@ -248,7 +247,7 @@ def _read_from_file(name: str, field: str | None, memory: int | None) -> Text:
 
 def check_text(name_or_path: str) -> None:
     """Check what `read_text` is given, without reading it. Raises BadText for a file that is missing, empty or unreadable."""
-    if name_or_path not in NAMES and not is_saved(local_path(name_or_path, any_length=True)):
+    if name_or_path not in TEXT_NAMES and not is_saved(local_path(name_or_path, any_length=True)):
         _checked(name_or_path)
 
 
@@ -262,7 +261,7 @@ def _checked(name: str) -> Path:
             if suffix in READERS or is_path:
                 missing = path.absolute() if shown == name else shown
                 raise BadText(f"There is no file {missing}. Give a path to {TEXT_FILES}, or the name of a text.")
-            raise BadText(f"No text is called {shown!r}. {nearest(shown, NAMES)} Or give a path to {TEXT_FILES}.")
+            raise BadText(f"No text is called {shown!r}. {nearest(shown, TEXT_NAMES)} Or give a path to {TEXT_FILES}.")
         if reason := _unusable(path, suffix):
             raise BadText(f"{path} {reason}. A text must be {TEXT_FILES}, or a folder that save_to_disk wrote.")
         return path
