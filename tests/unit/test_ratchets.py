@@ -19,7 +19,7 @@ LINES = {
     "allocation": 254,
     "checkpoints": 3_290,
     "cli": 1_378,
-    "evaluation": 1_017,
+    "evaluation": 1_007,
     "extensions": 15_434,
     "methods": 2_387,
     "models": 2_172,

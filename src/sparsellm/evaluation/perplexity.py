@@ -158,40 +158,30 @@ def streamed_perplexity(
 
 
 def measure_perplexity(
-    loaded: LoadedModel,
+    model: PreTrainedModel | LoadedModel,
     windows: Tensor,
     source: str = "",
     *,
     batch: int | None = None,
     progress: Callable[[float, int], None] | None = None,
 ) -> Perplexity:
-    """Compute the perplexity of a loaded model, block by block if it is offloaded.
+    """Compute the perplexity of a model, in its device's fast compute dtype and block by block if it is offloaded.
 
     Args:
+        model: The model, with its weights in memory if it is none that this package has loaded.
         windows: Token ids, (sequences, length) int64.
         batch: Sequences per batch; None for a number that fits into the model's memory budget.
         progress: As for `token_perplexity`.
     """
+    loaded = LoadedModel.of(model)
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
     if loaded.weights.on_disk:
         return streamed_perplexity(loaded, windows, source, batch=batch, progress=progress)
-    result = measured(loaded.model, windows, source, batch=batch, progress=progress)
+    with compute_dtype_context(loaded.model, compute_dtype(loaded.model)), fast_linear_layers():
+        result = token_perplexity(loaded.model, windows, source, batch=batch, progress=progress)
     remark_overflow(loaded.model, windows, source)
     return result
-
-
-def measured(
-    model: PreTrainedModel,
-    windows: Tensor,
-    source: str = "",
-    *,
-    batch: int | None = None,
-    progress: Callable[[float, int], None] | None = None,
-) -> Perplexity:
-    """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
-    with compute_dtype_context(model, compute_dtype(model)), fast_linear_layers():
-        return token_perplexity(model, windows, source, batch=batch, progress=progress)
 
 
 def _starts(model: PreTrainedModel, windows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from sparsellm.checkpoints.files import DEMO
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import plural
 from sparsellm.evaluation.differences import Difference
-from sparsellm.evaluation.perplexity import measured
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.extensions.packed.decoding_speed import CEILING, PACKED, TORCH
 from sparsellm.extensions.packed.packing import pack
 from sparsellm.extensions.packed.speed import measure_bench
@@ -85,13 +85,13 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     observe(Stage(MEASURING))
     progress = advance_by("sequence", observe)
     model = checkpoint.load()
-    dense = measured(model, tests, "demo", progress=progress)
+    dense = measure_perplexity(model, tests, "demo", progress=progress)
     rows = [DemoRow("dense", dense.value, dense.standard_error, 0.0, 0.0)]
     for number, (method, recipe) in enumerate(recipes.items(), 2):
         observe(NextRun(number, 1 + len(recipes), method))
         result = prune_run(recipe, partial(_observe_run, observe))
         observe(Stage(MEASURING))
-        pruned = measured(result.model, tests, "demo", progress=progress)
+        pruned = measure_perplexity(result.model, tests, "demo", progress=progress)
         report = result.report
         seconds, change = report.seconds[Recipe.stage], pruned.against(dense)
         rows.append(DemoRow(method, pruned.value, pruned.standard_error, report.sparsity, seconds, change))
