@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import sparsellm
 from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
-from sparsellm.evaluation.perplexity import measured
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.extensions.integers.formats import SCALE_BITS, IntegerFormat
 from sparsellm.extensions.integers.quantization import round_to_nearest
 from sparsellm.extensions.packed.formats.encoding import encode
@@ -262,7 +262,7 @@ def measure(task: Task, seed: int, only: str) -> None:
     tests = task.tests()
     key = f"{task.name} | dense"
     if key not in read_figures(FILE):
-        record(FILE, key, {"perplexity": measured(task.source().load("float32"), tests).value})
+        record(FILE, key, {"perplexity": measure_perplexity(task.source().load("float32"), tests).value})
     dense = read_figures(FILE)[key]["perplexity"]
     for form, build in (*dense_forms(task, seed), *sparse_forms(task, seed), *llama_cpp_forms(task, seed)):
         key = f"{task.name} | {form} | {seed}"
@@ -270,7 +270,7 @@ def measure(task: Task, seed: int, only: str) -> None:
             continue
         started = time.process_time()
         model, bits = build()
-        value = model if isinstance(model, float) else measured(model, tests).value
+        value = model if isinstance(model, float) else measure_perplexity(model, tests).value
         figures = {"bits": bits, "perplexity": value, "excess": math.log(value / dense)}
         record(FILE, key, figures | {"seconds": round(time.process_time() - started, 1)})
 

@@ -23,7 +23,7 @@ from measuring import MEASURED, markdown_table, read_figures, record
 
 import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.evaluation.perplexity import measured
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import Text, read_text
 
@@ -56,7 +56,7 @@ def measure(model: Path, text: str, samples: int) -> None:
     held_out = Text(documents[-HELD_OUT:], "\n\n", "held out")
     tests = {form: test_windows(held_out, source.tokenizer(), source.length, documents=form).windows for form in FORMS}
     if "dense" not in read_figures(FILE):
-        record(FILE, "dense", {form: measured(source.load(), windows).value for form, windows in tests.items()})
+        record(FILE, "dense", {form: measure_perplexity(source.load(), windows).value for form, windows in tests.items()})
     for seed, pattern, (label, method), form in product(SEEDS, PATTERNS, METHODS.items(), FORMS):
         key = f"{label} | {pattern} | {form} | {seed}"
         if key in read_figures(FILE):
@@ -64,7 +64,7 @@ def measure(model: Path, text: str, samples: int) -> None:
         settings = method | {"sparsity": pattern, "documents": form, "seed": seed, "samples": samples}
         calibration = [str(document) for document in documents[:-HELD_OUT]]
         result = sparsellm.prune(str(model), calibration=calibration, **settings)
-        record(FILE, key, {name: measured(result.model, windows).value for name, windows in tests.items()})
+        record(FILE, key, {name: measure_perplexity(result.model, windows).value for name, windows in tests.items()})
 
 
 def table() -> list[str]:

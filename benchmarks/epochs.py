@@ -19,7 +19,7 @@ from statistics import mean
 from measuring import MEASURED
 
 from sparsellm.checkpoints.loading import compute_dtype, open_checkpoint
-from sparsellm.evaluation.perplexity import measured
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.methods import EpochResult
 from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.models.blocks import blocks_of
@@ -63,7 +63,7 @@ def main() -> None:
         method = replace(VARIANTS[variant], epochs=epochs)
         results = list(prune_blocks(model, windows.split(16), method, plan, compute_dtype(model)))
         error = mean(x.feed_forward_error for x in results if isinstance(x, EpochResult) and x.epoch == epochs)
-        row = {"sparsity": sparsity, "variant": variant, "epochs": epochs, "perplexity": measured(model, tests).value}
+        row = {"sparsity": sparsity, "variant": variant, "epochs": epochs, "perplexity": measure_perplexity(model, tests).value}
         rows.append(row | {"error": error})
         print(rows[-1], file=sys.stderr)
     name = Path(options.model).name

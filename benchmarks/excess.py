@@ -32,7 +32,7 @@ from measuring import CUT, MEASURED, add_measure, markdown_table, processor
 from results import split_stories
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.evaluation.perplexity import measured
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.observers.display import with_standard_error
 from sparsellm.observers.events import Stage
 from sparsellm.pipeline.prune import prune_run
@@ -54,7 +54,7 @@ def measure_model(words: argparse.Namespace) -> None:
             calibrate, test = split_stories(calibrate, folder)
         source = open_checkpoint(words.model)
         tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH, limit=WINDOWS, **CUT).windows
-        dense = measured(source.load(), tests)
+        dense = measure_perplexity(source.load(), tests)
         text = Path(words.calibrate).stem
         _record(name, "dense", {"perplexity": dense.value, "standard_error": dense.standard_error, "windows": len(tests)})
         suite = {label: change for label, change in SUITES[words.suite].items() if change is not None}
@@ -76,7 +76,7 @@ def measure_model(words: argparse.Namespace) -> None:
                     clock = Clock()
                     result = prune_run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}), clock)
                     seconds = clock.seconds()
-                    found = measured(result.model, tests)
+                    found = measure_perplexity(result.model, tests)
                     cell = {"excess": math.log(found.value / dense.value), "perplexity": found.value}
                     _record(name, key, cell | {"seconds": round(seconds, 1)})
                     print(f"{name:18} {key:70} {cell['excess']:8.4f} {seconds:7.1f} s", file=sys.stderr, flush=True)

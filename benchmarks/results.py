@@ -22,7 +22,7 @@ import torch
 from measuring import CUT, MEASURED, markdown_table, read_figures, write_figures
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.evaluation.perplexity import measured
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.observers.display import with_standard_error
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.file import read_recipe
@@ -78,7 +78,7 @@ def measure_model(model: str, stories: Path | None) -> None:
 
 def _perplexity(model: torch.nn.Module, tests: torch.Tensor) -> dict:
     """A model's perplexity on the test sequences."""
-    result = measured(model, tests)
+    result = measure_perplexity(model, tests)
     names = ("standard_error", "windows", "length")
     return {"perplexity": result.value} | {name: getattr(result, name) for name in names}
 

@@ -22,7 +22,7 @@ from measuring import CUT, MEASURED, add_measure, markdown_table, read_figures, 
 from quality import svg_of
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.evaluation.perplexity import measured
+from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.extensions.studies.figures import COLORS, new_figure, style
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.file import read_recipe
@@ -56,14 +56,14 @@ def measure(words: argparse.Namespace) -> None:
     file = words.folder / f"tokens-{Path(words.model.replace('demo:', 'demo-')).name}.json"
     source = open_checkpoint(words.model)
     tests = test_windows(read_text(words.test, "test"), source.tokenizer(), LENGTH, limit=WINDOWS, **CUT).windows
-    dense = measured(source.load(), tests).value
+    dense = measure_perplexity(source.load(), tests).value
     for seed, count, pattern, method in product(words.seeds, words.counts, words.patterns, words.methods):
         settings, key = settings_of(method, pattern), key_of(method, pattern, count, seed)
         if settings is None or key in read_figures(file):
             continue
         drawn = {"calibration": words.calibrate, "samples": count, "sequence_length": LENGTH, "seed": seed} | CUT
         result = prune_run(read_recipe(settings | drawn | {"model": words.model}), lambda event: None)
-        record(file, key, round(math.log(measured(result.model, tests).value / dense), 5))
+        record(file, key, round(math.log(measure_perplexity(result.model, tests).value / dense), 5))
 
 
 def excesses(cells: Cells, method: str, pattern: str, count: int) -> dict[int, float]:

@@ -186,7 +186,7 @@ def test_texts_and_chats_in_every_form() -> None:
         DataLoader([{"text": text} for text in texts], batch_size=3),  # type: ignore[arg-type]
     ):
         text = read(data)
-        assert (list(text.documents), list(text.conversations)) == (texts, [])
+        assert (list(text.documents), text.chats) == (texts, False)
     chats = [chat(number) for number in range(4)]
     for data in (
         chats,
@@ -195,13 +195,13 @@ def test_texts_and_chats_in_every_form() -> None:
         datasets.Dataset.from_dict({"messages": chats}).to_iterable_dataset(),
     ):
         text = read(data)
-        assert ([list(one.messages) for one in text.conversations], list(text.documents)) == (chats, [])
+        assert ([list(one.messages) for one in text.documents], text.chats) == (chats, True)
     assert list(read(datasets.Dataset.from_dict({"text": ["a"], "story": ["b"]}), "story").documents) == ["b"]
 
 
 def test_chats_are_sequences_of_their_own() -> None:
     """Each starts where the template starts, without a second start token, and is cut; no chat is drawn twice."""
-    text, tokenizer = Text((), "", "chats", conversations=[Conversation(chat(number)) for number in range(6)]), chatty()
+    text, tokenizer = Text([Conversation(chat(number)) for number in range(6)], "", "chats", chats=True), chatty()
     ids = [tokenizer(written(number), add_special_tokens=False)["input_ids"] for number in range(6)]
     drawn = calibration_windows(text, tokenizer, samples=4, sequence_length=50, seed=0)
     lines = [[token for token in row if token != PADDING] for row in drawn.windows.tolist()]
@@ -228,7 +228,7 @@ def test_a_chat_without_a_template_or_unfit_for_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadText, match=r"chats\.jsonl .*chat template"):
             windows(read_text(str(file), "test"), byte_tokenizer())
-        text = Text((), "", "chats", conversations=[Conversation([{"role": "system", "content": "x"}])])
+        text = Text([Conversation([{"role": "system", "content": "x"}])], "", "chats", chats=True)
         with pytest.raises(BadText, match=r"chats: .*row 1: no system here"):
             windows(text, chatty())
 

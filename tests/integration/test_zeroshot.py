@@ -16,7 +16,7 @@ import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable
 from sparsellm.evaluation import task_definitions
 from sparsellm.evaluation.measurements import mean
-from sparsellm.evaluation.task_definitions import definition, prepare_tasks
+from sparsellm.evaluation.task_definitions import prepare_tasks, spec
 from sparsellm.pipeline.evaluate import evaluate
 from tests.conftest import SHARED, extensions
 
@@ -100,7 +100,7 @@ def test_the_paper_s_tasks_from_local_files(name: str, tmp_path: Path, command: 
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)["tasks"]
     changed = prepare_tasks(PAPER, str(data / "zeroshot"))
-    tasks = [str(definition(task, words, tmp_path)) for task, words in changed.items()]
+    tasks = [spec(task, words, tmp_path) for task, words in changed.items()]
     same({task: values["dense"] for task, values in found.items()}, by_hand(SHARED / "models" / name, tasks, 12))
     same({task: values["pruned"] for task, values in found.items()}, by_hand(tmp_path / "out", tasks, 12))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import typer
@@ -11,7 +10,6 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     displayed,
-    in_options,
     in_process_group,
     print_error,
     print_json,
@@ -19,6 +17,7 @@ from sparsellm.cli.console import (
     report_errors,
     stdout,
 )
+from sparsellm.cli.run_options import observing
 from sparsellm.errors import plural
 from sparsellm.recipes.fields import EVALUATION
 
@@ -42,17 +41,14 @@ def evaluate(
     Example: sparsellm evaluate opt-70 --against demo:opt --text demo
     """
     with in_process_group(context) as is_main:
-        from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.result_text import print_evaluation
-        from sparsellm.observers.display import Display
         from sparsellm.pipeline.evaluate import evaluate_recipes
         from sparsellm.recipes.file import read_recipe
 
-        with Display("off" if not is_main else "quiet" if quiet else "auto", partial(in_options, context=context)) as display:
-            keep_pages()
+        with observing(context, quiet=quiet, displays=is_main) as observe:
             named = {**settings, "method": "magnitude", "evaluate": text or ()}
             recipes = [read_recipe({**named, "model": x}) for x in (model, against) if x is not None]
-            result = evaluate_recipes([(recipe, None) for recipe in recipes], display)
+            result = evaluate_recipes([(recipe, None) for recipe in recipes], observe)
         if not is_main:
             return
         if as_json:

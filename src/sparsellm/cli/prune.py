@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from sparsellm.cli.console import (
     stderr,
     stdout,
 )
-from sparsellm.cli.run_options import Extras, extended
+from sparsellm.cli.run_options import Extras, extended, observing
 from sparsellm.texts.paths import local_path
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ def prune(
     """
     with in_process_group(context) as is_main:
         from sparsellm.recipes.file import read_recipe_fields, read_recipes
-        from sparsellm.texts.paths import local_path
 
         if config and output is None and model is not None and "model" in read_recipe_fields(local_path(config)):
             model, output = None, model  # the recipe names the model, so the only argument is the output
@@ -100,12 +98,16 @@ def write_outputs(
     from sparsellm.runtime import collectives
 
     folders = output_folders(output, recipes)
-    written = {"resume": resume, "overwrite": overwrite, "quiet": quiet, "on_stderr": as_json}
-    finish = partial(extras.finish, context, folders, **written)
+
+    def finish() -> None:
+        for brought in extras:
+            brought.finish(context, folders, resume=resume, overwrite=overwrite, quiet=quiet, on_stderr=as_json)
+
     replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
     if is_main:
         check_outputs(output, folders, **replace)
-        extras.check(folders, resume=resume, overwrite=overwrite)
+        for brought in extras:
+            brought.check(folders, resume=resume, overwrite=overwrite)
     finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
     if all(finished):
         if is_main:
@@ -115,7 +117,7 @@ def write_outputs(
             finish()
         return
     with (
-        extras.observing(context, "off" if not is_main else "quiet" if quiet else "auto", is_main=is_main) as observe,
+        observing(context, extras if is_main else (), quiet=quiet, displays=is_main) as observe,
         locked_runs(output, folders, observe, function) as runs,
     ):
         report = run_each(folders, runs, finished=finished, **replace)

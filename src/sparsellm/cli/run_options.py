@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -70,55 +70,39 @@ class RunOptions:
         yield None
 
 
-@dataclass(frozen=True)
-class Extras:
-    """The options of extensions that a command was given, by extension."""
+Extras = tuple[RunOptions, ...]
+"""The options of extensions that a command was given, by extension."""
 
-    given: tuple[RunOptions, ...] = ()
 
-    def check(self, folders: Mapping[Path, Any], **arguments: bool) -> None:
-        """`RunOptions.check` of each."""
-        for options in self.given:
-            options.check(folders, **arguments)
+@contextmanager
+def observing(context: typer.Context, extras: Extras = (), *, quiet: bool = False, displays: bool = True) -> Iterator[Observer]:
+    """Context of the runs of a command.
 
-    def finish(self, context: typer.Context, folders: Mapping[Path, Any], **arguments: bool) -> None:
-        """`RunOptions.finish` of each."""
-        for options in self.given:
-            options.finish(context, folders, **arguments)
+    Yields:
+        Their observer: the memory of the process, the display, and the observers of `extras`.
+    """
+    from sparsellm.cli.allocator import manage_memory
+    from sparsellm.observers.display import Display
+    from sparsellm.observers.events import combine_observers
 
-    @contextmanager
-    def observing(
-        self, context: typer.Context, mode: Literal["auto", "quiet", "off"], *, is_main: bool = True
-    ) -> Iterator[Observer]:
-        """Context of the runs of a command; yields an observer that manages memory, displays, and tells the extensions.
-
-        Args:
-            context: The command's, for what is displayed.
-            mode: Of the display.
-            is_main: Whether this process tells the extensions.
-        """
-        from sparsellm.cli.allocator import manage_memory
-        from sparsellm.observers.display import Display
-        from sparsellm.observers.events import combine_observers
-
-        with ExitStack() as stack:
-            display = stack.enter_context(Display(mode, functools.partial(in_options, context=context)))
-            brought = [stack.enter_context(options.observing(display)) for options in self.given] if is_main else []
-            yield combine_observers(manage_memory, display, *brought)
+    mode: Literal["auto", "quiet", "off"] = "off" if not displays else "quiet" if quiet else "auto"
+    with Display(mode, partial(in_options, context=context)) as display, ExitStack() as stack:
+        brought = [stack.enter_context(options.observing(display)) for options in extras]
+        yield combine_observers(manage_memory, display, *brought)
 
 
 def extended(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options of extensions to the command of this name, which receives them as `extras`, an `Extras`."""
+    """Add the options of extensions to the command of this name, which receives them as `extras`."""
 
     def extend(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for key, parameter in signature.parameters.items() if key != "extras"]
         groups = dict(_groups(name, {parameter.name for parameter in own}))
 
-        @functools.wraps(command)
+        @wraps(command)
         def with_extras(*arguments: Any, **values: Any) -> None:
             given = (kind(**{key: values.pop(key) for key in keys}) for kind, keys in groups.items())
-            command(*arguments, extras=Extras(tuple(given)), **values)
+            command(*arguments, extras=tuple(given), **values)
 
         added = [parameter for options in groups.values() for parameter in options.values()]
         last = [parameter for parameter in own if parameter.kind is inspect.Parameter.VAR_KEYWORD]

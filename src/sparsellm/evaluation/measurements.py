@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from sparsellm.errors import printable
 from sparsellm.evaluation.differences import Difference, Parts, difference, paired_error
@@ -116,21 +116,7 @@ def mean(accuracies: Collection[tuple[float, float | None]]) -> tuple[float, flo
     return sum(value for value, _ in accuracies) / len(accuracies), error
 
 
-class Measurement(Protocol):
-    """A value with its standard error, if that is known."""
-
-    @property
-    def value(self) -> float:
-        """The value."""
-        ...
-
-    @property
-    def standard_error(self) -> float | None:
-        """Its standard error."""
-        ...
-
-
-def plus_minus(result: Measurement | None) -> str:
+def plus_minus(result: Perplexity | Accuracy | None) -> str:
     """Format a result with its standard error."""
     if result is None:
         return "not measured"

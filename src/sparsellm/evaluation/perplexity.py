@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sparsellm.activations.streams import CaptureRequest, Stream, cast
-from sparsellm.activations.walk import Activations, walk
+from sparsellm.activations.streams import CaptureRequest, cast
+from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.errors import InvalidSetting, NonFinite, dtype_name
@@ -80,7 +80,7 @@ def token_perplexity(
     """
     _check_resident(model, windows)
     total, length = windows.shape
-    batch = batch or default_batch_size(_vocabulary(model), length)
+    batch = batch or batch_to_measure(_vocabulary(model), length)
     started = time.perf_counter()
     local: list[list[float]] = []
     batches = unpadded_batches(windows, batch)
@@ -116,7 +116,7 @@ def streamed_perplexity(
     model = loaded.model
     _check(model, windows)
     total, length = windows.shape
-    batch = batch or default_batch_size(_vocabulary(model), length)
+    batch = batch or batch_to_measure(_vocabulary(model), length)
     batch = max(1, min(batch, total // collectives.world()))
     batches = unpadded_batches(windows, batch)
     batch = len(batches[0])
@@ -132,14 +132,16 @@ def streamed_perplexity(
         if progress is not None:
             progress((part * total + passed) / (len(blocks) + 1), total)  # the prediction head counts as a block
 
-    def try_block(block: Block, inputs: Activations) -> None:
-        nonlocal finite
+    for block, inputs in walk(replace(loaded, products=None), [*batches, *tried]):  # texts are measured in `compute`
+        outputs = inputs.pruned
         if own and finite:
-            hidden, call = inputs.pruned[len(inputs.pruned) - 2], inputs.calls(block)[-2]
+            hidden, call = outputs[len(outputs) - 2], inputs.calls(block)[-2]
             with _stored_dtype(block, own):
                 finite = _is_finite(partial(block, cast(hidden, own), cast(call, own)))
-
-    for outputs in _last_block_outputs(loaded, [*batches, *tried], report, try_block):
+        for index, _ in enumerate(outputs.run(block, CaptureRequest(), advance=True)):
+            report(block.index, index)
+        if block.index < len(blocks) - 1:
+            continue
         last, other = (outputs[len(outputs) - place] for place in (2, 1))
         with loaded.weights.non_block():
             with prediction_head(model, blocks, loaded.compute) as predict:
@@ -156,61 +158,30 @@ def streamed_perplexity(
 
 
 def measure_perplexity(
-    loaded: LoadedModel,
+    model: PreTrainedModel | LoadedModel,
     windows: Tensor,
     source: str = "",
     *,
     batch: int | None = None,
     progress: Callable[[float, int], None] | None = None,
 ) -> Perplexity:
-    """Compute the perplexity of a loaded model, block by block if it is offloaded.
+    """Compute the perplexity of a model, in its device's fast compute dtype and block by block if it is offloaded.
 
     Args:
+        model: The model, with its weights in memory if it is none that this package has loaded.
         windows: Token ids, (sequences, length) int64.
         batch: Sequences per batch; None for a number that fits into the model's memory budget.
         progress: As for `token_perplexity`.
     """
+    loaded = LoadedModel.of(model)
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
     if loaded.weights.on_disk:
         return streamed_perplexity(loaded, windows, source, batch=batch, progress=progress)
-    result = measured(loaded.model, windows, source, batch=batch, progress=progress)
+    with compute_dtype_context(loaded.model, compute_dtype(loaded.model)), fast_linear_layers():
+        result = token_perplexity(loaded.model, windows, source, batch=batch, progress=progress)
     remark_overflow(loaded.model, windows, source)
     return result
-
-
-def measured(
-    model: PreTrainedModel,
-    windows: Tensor,
-    source: str = "",
-    *,
-    batch: int | None = None,
-    progress: Callable[[float, int], None] | None = None,
-) -> Perplexity:
-    """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
-    with compute_dtype_context(model, compute_dtype(model)), fast_linear_layers():
-        return token_perplexity(model, windows, source, batch=batch, progress=progress)
-
-
-def _last_block_outputs(
-    loaded: LoadedModel,
-    batches: Sequence[Tensor],
-    report: Callable[[int, int], None] | None = None,
-    visit: Callable[[Block, Activations], None] | None = None,
-) -> Iterator[Stream]:
-    """Yield the outputs of the last block once, computed block by block; valid until the caller continues.
-
-    `report` is called with the indices of block and batch after each batch, and `visit` before the first one of each block.
-    """
-    last = len(blocks_of(loaded.model)) - 1
-    for block, inputs in walk(replace(loaded, products=None), batches):  # texts are measured in `compute`
-        if visit is not None:
-            visit(block, inputs)
-        for index, _ in enumerate(inputs.pruned.run(block, CaptureRequest(), advance=True)):
-            if report is not None:
-                report(block.index, index)
-        if block.index == last:
-            yield inputs.pruned
 
 
 def _starts(model: PreTrainedModel, windows: Tensor) -> Tensor:
@@ -286,14 +257,9 @@ def _remark_overflow(model: PreTrainedModel, source: str) -> None:
     remark(f"{text} to infinity or NaN", (name, source))
 
 
-def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:
-    """Sequences per batch within `memory` bytes: `default_batch_size`, scaled down below 1 GiB."""
-    return default_batch_size(vocabulary, length, min(1.0, memory / AMPLE))
-
-
-def default_batch_size(vocabulary: int, length: int, share: float = 1.0) -> int:
-    """Sequences per batch: the largest number with at most 64 MiB of logits and 4,096 tokens, both scaled by `share`."""
-    return max(1, int(share * min(LOGITS_MEMORY // (length * vocabulary * 4), MEASURED_TOKENS // length)))
+def batch_to_measure(vocabulary: int, length: int, memory: float = AMPLE) -> int:
+    """Sequences per batch: the largest number with at most 64 MiB of logits and 4,096 tokens, fewer below 1 GiB of `memory`."""
+    return max(1, int(min(1.0, memory / AMPLE) * min(LOGITS_MEMORY // (length * vocabulary * 4), MEASURED_TOKENS // length)))
 
 
 @torch.no_grad()

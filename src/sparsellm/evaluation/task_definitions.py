@@ -157,19 +157,12 @@ def spec(task: str, overrides: Mapping[str, Any], folder: Path) -> str:
     """The name by which lm-eval loads a task, or the file with its definition, which is written to `folder` for overrides."""
     if is_task_file(task):
         return str(local_path(task))
-    return str(definition(task, overrides, folder)) if overrides else task
-
-
-def definition(task: str, overrides: Mapping[str, Any], folder: Path) -> Path:
-    """Write an lm-eval task definition that includes the original one.
-
-    Args:
-        overrides: Fields that replace those of the original.
-    """
+    if not overrides:
+        return task
     file = folder / f"{task}.yaml"
     include = {"include": str(task_manager().task_index[task].yaml_path), "task": task}
     file.write_text(yaml.safe_dump(include | dict(overrides), sort_keys=False), encoding="utf-8")
-    return file
+    return str(file)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from math import ceil
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.live import Live
@@ -85,39 +85,24 @@ class Display:
                 self._renderer.show(self._progress.state(), begins=False)
 
 
-class Renderer(Protocol):
-    """One of the forms of the display."""
+class Quiet:
+    """Displays only notes, or nothing. Base class of the forms of the display."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
 
     def show(self, state: State, *, begins: bool) -> None:
         """Display a state. begins: whether a stage or a run starts."""
 
     def note(self, text: str) -> None:
         """Display a note."""
+        self.console.print(Text(f"note: {printable(text, len(text))}", style="yellow"), soft_wrap=True)
 
     def result(self, event: Measured) -> None:
         """Display a measurement."""
 
     def close(self, state: State | None) -> None:
         """End the display. state: the last state; None after an error."""
-
-
-class Quiet:
-    """Displays only notes, or nothing."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-
-    def show(self, state: State, *, begins: bool) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        self.console.print(Text(f"note: {printable(text, len(text))}", style="yellow"), soft_wrap=True)
-
-    def result(self, event: Measured) -> None:
-        pass
-
-    def close(self, state: State | None) -> None:
-        pass
 
 
 class Plain(Quiet):
@@ -185,7 +170,7 @@ class Notebook(Plain):
             self._handle.update(self._html(f'<progress value="1" max="1"></progress> {text}'))
 
 
-def _renderer(mode: Mode) -> Renderer:
+def _renderer(mode: Mode) -> Quiet:
     """The form of the display for a mode. It writes to the stream that is stderr now, also while that is redirected."""
     console = Console(file=sys.stderr, emoji=False, markup=False, quiet=mode == "off", force_jupyter=False)
     if mode in ("quiet", "off"):

@@ -32,8 +32,8 @@ from sparsellm.solvers import sparsegpt
 from sparsellm.texts.data_sets import is_saved
 from sparsellm.texts.json_files import Unreadable, read_utf8
 from sparsellm.texts.padding import token_digest
-from sparsellm.texts.paths import is_task_file, local_path
-from sparsellm.texts.texts import NAMES, check_text
+from sparsellm.texts.paths import TEXT_NAMES, is_task_file, local_path
+from sparsellm.texts.texts import check_text
 
 Value = TypeVar("Value")
 
@@ -198,7 +198,7 @@ def text_contents(name: str) -> dict[str, str]:
         files = [path] if path.is_file() else sorted(file for file in inside if file.is_file())
     except (OSError, ValueError):  # a sentence is too long for the name of a file
         return {}
-    if name in NAMES or not files:
+    if name in TEXT_NAMES or not files:
         return {}
     whole = sum(file.stat().st_size for file in files) <= WHOLE_TEXT_BYTES
     return {str(file.relative_to(path.parent)): contents(file, whole) for file in files}

@@ -9,8 +9,7 @@ from typing import TypeVar
 from sparsellm.checkpoints.files import DEMO, is_hub_name
 from sparsellm.recipes.fields import ALLOCATIONS, fields_with
 from sparsellm.recipes.recipe import RunRecipe
-from sparsellm.texts.paths import is_task_file, local_path
-from sparsellm.texts.texts import NAMES
+from sparsellm.texts.paths import TEXT_NAMES, is_task_file, local_path
 
 Kind = TypeVar("Kind", bound=RunRecipe)
 Value = TypeVar("Value")
@@ -75,7 +74,7 @@ def local_files(recipe: RunRecipe) -> list[tuple[str, str]]:
     """Fields and values of a recipe that may be the last part of a local path, which outputs keep of it."""
     values = []
     for field, name in _values(recipe):
-        known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
+        known = (*TEXT_NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
         on_hub = field == "model" and ("/" in name or recipe.revision is not None)
         is_name = field == "task" and not is_task_file(name)
         if not (name in known or on_hub or is_name or name.startswith(DEMO)):

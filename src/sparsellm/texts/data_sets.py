@@ -1,13 +1,12 @@
-"""Documents that stay on disk: of data sets of the library `datasets`, and of long files, in a file that it memory-maps."""
+"""Documents that stay on disk: of data sets of the library `datasets`, and of long files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Any, Literal
 
 import numpy as np
@@ -29,9 +28,6 @@ SPLITS = {"calibration": ("train",), "test": ("test", "validation")}
 ROWS_A_BATCH = 1000
 """Rows of a data set that are read at once for their sizes."""
 
-WRITTEN_AT_ONCE = 100
-"""Documents that are held in memory while a long file is read."""
-
 Sizes = NDArray[np.int64]
 
 
@@ -44,7 +40,7 @@ class DataSetDocuments(Sequence[Any]):
         source: Its name, for errors.
 
     Attributes:
-        conversations: Whether the documents are chats.
+        chats: Whether the documents are conversations.
 
     Raises:
         BadText: There is no such column, it holds something else, or all rows are empty.
@@ -57,12 +53,14 @@ class DataSetDocuments(Sequence[Any]):
         first = next((found for number in range(len(data)) if (found := self._read(number)) is not None), None)
         if first is None:
             raise BadText(f"{source} holds no text: all of its {len(data):,} rows are empty.")
-        self.conversations = isinstance(first, Conversation)
+        self.chats = isinstance(first, Conversation)
 
     @cached_property
     def sizes(self) -> Sizes:
         """(documents,) Characters of the first column of each row."""
-        return np.fromiter(self._lengths(), np.int64, len(self._data))
+        values = (value for batch in self._data.iter(ROWS_A_BATCH) for value in batch[self._column])
+        lengths = (0 if x is None else len(x if isinstance(x, str) else str(x)) for x in values)
+        return np.fromiter(lengths, np.int64, len(self._data))
 
     def __len__(self) -> int:
         return len(self._data)
@@ -70,8 +68,8 @@ class DataSetDocuments(Sequence[Any]):
     def __getitem__(self, number: Any) -> Any:
         number = range(len(self))[number]  # raises an error beyond the end
         document = self._read(number)
-        if document is not None and isinstance(document, Conversation) != self.conversations:
-            kinds = ("text", "chat") if self.conversations else ("chat", "text")
+        if document is not None and isinstance(document, Conversation) != self.chats:
+            kinds = ("text", "chat") if self.chats else ("chat", "text")
             place = f"{self._source}, row {number + 1},"
             raise BadText(f"{place} holds a {kinds[0]}, the first row a {kinds[1]}. Use a data set for each kind.")
         return document
@@ -79,16 +77,9 @@ class DataSetDocuments(Sequence[Any]):
     def _read(self, number: int) -> Document | None:
         return document_of(f"{self._source}, row {number + 1},", self._data[number], self._field)
 
-    def _lengths(self) -> Iterator[int]:
-        for batch in self._data.iter(ROWS_A_BATCH):
-            for value in batch[self._column]:
-                yield 0 if value is None else len(value if isinstance(value, str) else str(value))
-
 
 class StoredDocuments(Sequence[Any]):
-    """Documents in a temporary file, which is memory-mapped and has no name, so that it ends with the process at the latest.
-
-    The readers of `datasets` are not used: they take dates for times, and "NA" in a .csv file for nothing.
+    """Documents in memory up to `SHORT` bytes, beyond them in a temporary file without a name, which ends with the process.
 
     Args:
         documents: Texts or conversations; None for empty rows, which are left out.
@@ -96,63 +87,33 @@ class StoredDocuments(Sequence[Any]):
     Attributes:
         sizes: (documents,) Characters of each.
         empty: Number of empty rows.
+        chats: Whether the documents are conversations.
     """
 
     def __init__(self, documents: Iterable[Document | None]) -> None:
-        import datasets  # takes a second to import
-        import pyarrow
-
+        self._file = SpooledTemporaryFile(SHORT, prefix="sparsellm-")  # noqa: SIM115  # closed with this object
+        self._places: list[int] = []
+        self.empty, self.chats = 0, False
         sizes: list[int] = []
-        self.empty, self._chats = 0, False
-
-        def strings() -> Iterator[str]:
+        with written_to(gettempdir()):
             for document in documents:
                 if document is None:
                     self.empty += 1
                     continue
+                self._places.append(self._file.tell())
                 sizes.append(document_size(document))
-                if isinstance(document, Conversation):
-                    self._chats = True
-                    yield json.dumps([document.messages, document.tools], default=str)
-                else:
-                    yield document
-
-        schema = pyarrow.schema({"document": pyarrow.large_string()})
-        remaining = strings()
-        with TemporaryDirectory(prefix="sparsellm-", ignore_cleanup_errors=True) as folder:
-            file = Path(folder) / "documents.arrow"
-            with written_to(file), pyarrow.OSFile(str(file), "wb") as stream, pyarrow.ipc.new_stream(stream, schema) as writer:
-                while batch := list(islice(remaining, WRITTEN_AT_ONCE)):
-                    writer.write_batch(pyarrow.record_batch({"document": batch}, schema=schema))
-            self._data = datasets.Dataset.from_file(str(file))
+                self.chats = isinstance(document, Conversation)
+                plain = [document.messages, document.tools] if isinstance(document, Conversation) else document
+                self._file.write(f"{json.dumps(plain, default=str)}\n".encode())
         self.sizes = np.array(sizes, np.int64)
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._places)
 
     def __getitem__(self, number: Any) -> Any:
-        string = self._data[number]["document"]
-        return Conversation(*json.loads(string)) if self._chats else string
-
-
-def keep_documents(documents: Iterable[Document | None]) -> tuple[Sequence[Any], int]:
-    """Keep documents in a list, or on disk if they have more than `SHORT` characters.
-
-    Args:
-        documents: Texts or conversations, each made when it is asked for; None for empty rows.
-
-    Returns:
-        The documents without the empty ones, and the number of these.
-    """
-    remaining, found, size = iter(documents), list[Document | None](), 0
-    for document in remaining:
-        found.append(document)
-        size += document_size(document)
-        if size > SHORT:
-            stored = StoredDocuments(chain(found, remaining))
-            return stored, stored.empty
-    kept = [document for document in found if document is not None]
-    return kept, len(found) - len(kept)
+        self._file.seek(self._places[number])
+        document = json.loads(self._file.readline())
+        return Conversation(*document) if self.chats else document
 
 
 def is_saved(path: Path) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsellm.errors import BadText
 from sparsellm.texts.padding import pad
-from sparsellm.texts.rows import FORMS, document_fields, split_documents
+from sparsellm.texts.rows import FORMS, Conversation, document_fields, row_documents
 from sparsellm.texts.texts import JOINT, LONGEST_NAME, Text, data_set_text, is_name
 
 CalibrationData = Tensor | Mapping[str, Any] | Iterable[Any]
@@ -32,15 +32,16 @@ EXPECTED_DATA = (
 )
 
 
-def is_plain_text(string: str) -> bool:
-    """Return whether a string is a text and cannot be the name of one, or a path: it has a line break, or is too long."""
-    words = string.split()
-    return len(words) > 1 and ("\n" in string.strip() or max(map(len, string.split("/"))) > LONGEST_NAME)
+def is_plain_text(value: object) -> bool:
+    """Whether a value is a text and cannot be the name of one, or a path: a string with a line break, or a long one."""
+    if not isinstance(value, str):
+        return False
+    return len(value.split()) > 1 and ("\n" in value.strip() or max(map(len, value.split("/"))) > LONGEST_NAME)
 
 
 def given_text(value: str | Path | CalibrationData | None) -> tuple[str | None, CalibrationData | None]:
     """A recipe's `calibration`, and the data that replace it, if they are given in memory."""
-    if _is_text(value):
+    if is_plain_text(value):
         return SOURCE, [value]
     if value is None or isinstance(value, (str, Path)):
         return (None if value is None else str(value)), None
@@ -57,18 +58,13 @@ def given_texts(
     """
     fields = {field, *(x for form in (IDS, *FORMS) for x in form)}
     if isinstance(value, Mapping) and value and not hasattr(value, "column_names") and not fields & set(value):
-        return tuple(map(str, value)), {str(name): [x] if _is_text(x) else x for name, x in value.items()}
+        return tuple(map(str, value)), {str(name): [x] if is_plain_text(x) else x for name, x in value.items()}
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, Path)) for item in value):
         names = tuple(map(str, value))
         are_texts = any(len(name.split()) != 1 for name in names) and not any(map(is_name, names))
         return ((SOURCE,), {SOURCE: names}) if are_texts else (names, None)
     text, given = given_text(value)
     return (() if text is None else (text,)), None if given is None else {SOURCE: given}
-
-
-def _is_text(value: object) -> bool:
-    """Whether a value is one text, and no name of one."""
-    return isinstance(value, str) and is_plain_text(value)
 
 
 def read_in_memory(
@@ -121,10 +117,11 @@ def read_in_memory(
             break
     if sequences:
         return pad(sequences[:limit])
-    texts, conversations, empty = split_documents(what, documents[:limit], field)
-    if not texts and not conversations:
-        raise BadText(f"{what} holds no text: a {type(data).__name__} of {empty:,} blank documents. {EXPECTED_DATA}")
-    return Text(texts, JOINT, source, conversations=conversations, empty=empty)
+    found = list(row_documents(what, documents[:limit], field))
+    kept = [document for document in found if document is not None]
+    if not kept:
+        raise BadText(f"{what} holds no text: a {type(data).__name__} of {len(found):,} blank documents. {EXPECTED_DATA}")
+    return Text(kept, JOINT, source, chats=isinstance(kept[0], Conversation), empty=len(found) - len(kept))
 
 
 def _items(data: CalibrationData, what: str) -> Iterator[Any]:

@@ -80,17 +80,6 @@ def document_fields(
     return [*form, *(name for name in further if name in names)]
 
 
-def split_documents(source: str, rows: Iterable[FileRow], field: str | None) -> tuple[list[str], list[Conversation], int]:
-    """Return the texts and the conversations of rows, of which one list is empty, and the number of empty rows.
-
-    Takes the arguments of `row_documents`, and raises its errors.
-    """
-    found = list(row_documents(source, rows, field))
-    texts = [document for document in found if isinstance(document, str)]
-    conversations = [document for document in found if isinstance(document, Conversation)]
-    return texts, conversations, found.count(None)
-
-
 def row_documents(source: str, rows: Iterable[FileRow], field: str | None) -> Iterator[Document | None]:
     """Yield the document of each row; None for an empty one.
 

@@ -101,18 +101,18 @@ def calibration_windows(
     if tokenized.whole:
         order = iter(torch.randperm(len(tokenized), generator=generator).tolist())
         windows, short = _whole(tokenized, order, sequence_length, samples)
-        kind = "conversations in the chat template, each" if text.conversations else "documents, each from its start,"
+        kind = "conversations in the chat template, each" if text.chats else "documents, each from its start,"
         count = f"{len(windows):,} of {len(tokenized):,} {kind} cut after {sequence_length:,} tokens"
         notes = [
             *short,
             *([f"{text.source} has {len(windows):,} of the {samples:,} samples"] if len(windows) < samples else []),
         ]
         description = f"{count} ({text.source}), seed {seed}"
-        return _sequences(tokenized, windows, description, notes=notes)
+        return Sequences(windows, description, (*tokenized.notes(windows), *notes))
     room = tokenized.room(sequence_length)
     if (needed := TOKEN_BYTES * samples * sequence_length) >= LARGE:
         check_fits(needed, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`.")
-    drawn = None if text.rows or text.conversations else _draw_from_documents(tokenized, samples, room, generator)
+    drawn = None if text.rows or text.chats else _draw_from_documents(tokenized, samples, room, generator)
     drawn = None if drawn is None else _begun(tokenized, drawn)
     origin, distinct = f", each at a random place of one of {len(tokenized):,} documents", samples * room
     notes = []
@@ -131,7 +131,7 @@ def calibration_windows(
         notes.append(f"{samples:,} sequences of {sequence_length:,} tokens from {distinct:,}: each is seen {times} times")
     count = f"{plural(samples, 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
     description = f"{count}{origin} ({text.source}), seed {seed}"
-    return _sequences(tokenized, drawn, description, notes=notes)
+    return Sequences(drawn, description, (*tokenized.notes(drawn), *notes))
 
 
 def test_windows(
@@ -171,15 +171,10 @@ def test_windows(
         windows = _cut(tokenized, stream, starts, sequence_length)
         notes = list(_short_documents(tokenized, sequence_length))
         description = f"{plural(len(windows), 'window')} of {sequence_length:,} tokens{_with_bos(tokenized)}"
-    return _sequences(tokenized, windows, f"{description} ({text.source})", notes=notes)
+    return Sequences(windows, f"{description} ({text.source})", (*tokenized.notes(windows), *notes))
 
 
 test_windows.__test__ = False  # type: ignore[attr-defined]  # the prefix would make pytest collect it
-
-
-def _sequences(tokenized: TokenizedText, windows: Tensor, description: str, *, notes: list[str]) -> Sequences:
-    """The sequences with all notes."""
-    return Sequences(windows, description, (*tokenized.notes(windows), *notes))
 
 
 def _with_bos(tokenized: TokenizedText) -> str:
@@ -293,7 +288,7 @@ def _covered(starts: Tensor, length: int) -> int:
 def _short_documents(tokenized: TokenizedText, length: int) -> Iterator[str]:
     """A note where most documents, each a text of its own, are shorter than a sequence; or most parts of one text, by far."""
     text = tokenized.text
-    if text.published or text.conversations:
+    if text.published or text.chats:
         return
     is_one = text.rows or len(tokenized) < MEDIAN
     parts = re.split(r"\n[^\S\n]*\n", (tokenized.document(0) or "")[:SHORT]) if is_one else range(len(tokenized))

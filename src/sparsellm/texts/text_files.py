@@ -1,4 +1,4 @@
-"""Documents of local files: texts or conversations, by the suffix of the file."""
+"""Rows of local files, by the suffix of the file."""
 
 from __future__ import annotations
 
@@ -7,60 +7,19 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparsellm.errors import BadText, first_line
-from sparsellm.texts.data_sets import ROWS_A_BATCH, StoredDocuments, keep_documents
-from sparsellm.texts.rows import Conversation, FileRow, document_fields, row_documents
+from sparsellm.texts.data_sets import ROWS_A_BATCH
+from sparsellm.texts.rows import FileRow, document_fields
 
 MIB = 2**20
 
 PIECE = 2**16
 """Characters from which lines of a long text are a piece of it."""
-
-
-@dataclass(frozen=True)
-class FileDocuments:
-    """The documents of a file: texts or conversations.
-
-    Attributes:
-        empty: Number of empty rows, which are left out.
-        pieces: Whether the texts are parts of one text.
-    """
-
-    texts: Sequence[str]
-    conversations: Sequence[Conversation] = ()
-    empty: int = 0
-    pieces: bool = False
-
-
-def read_documents(path: Path, field: str | None, memory: int | None = None) -> FileDocuments:
-    """Read a file with the reader of its suffix; more than `sparsellm.texts.data_sets.SHORT` characters stay on disk.
-
-    Args:
-        field: Field or column that holds the documents; None for the first of `sparsellm.texts.rows.FORMS`, or the only column
-            of a .csv file.
-        memory: Most bytes of a .json or .raw file, decompressed; None for no limit.
-
-    Raises:
-        BadText: The file is malformed, too large, or holds both texts and conversations.
-    """
-    suffix = suffix_of(path)
-    rows = READERS[suffix](path, field, memory)
-    if suffix == ".raw":
-        return FileDocuments([str(line) for _, line in rows])
-    if suffix == ".txt":
-        texts, _ = keep_documents(str(piece) for _, piece in rows)
-        is_long = isinstance(texts, StoredDocuments)
-        return FileDocuments(texts if is_long else ["".join(texts)], pieces=is_long)
-    documents, empty = keep_documents(row_documents(str(path), rows, field))
-    if documents and isinstance(documents[0], Conversation):
-        return FileDocuments((), documents, empty)
-    return FileDocuments(documents, (), empty)
 
 
 def suffix_of(path: Path) -> str:
@@ -174,28 +133,20 @@ def _read_parquet(path: Path, field: str | None, memory: int | None) -> Iterator
 def _read_csv(path: Path, field: str | None, memory: int | None) -> Iterator[FileRow]:
     """Yield rows of a CSV file, whose first line names the columns; without `field` the only one will do."""
     reader = csv.reader(_lines(path), strict=True)
+    limit = csv.field_size_limit(2**31 - 1)  # for cells of more than 131,072 characters: what fits a C long on every system
     try:
-        with _unlimited_cells():
-            names = next(reader, [])
-            only = field is None and len(names) == 1
-            chosen = names if only else document_fields(str(path), names, field)
-            places = [names.index(name) for name in chosen]
-            for cells in reader:
-                if cells and len(cells) != len(names):
-                    raise BadText(f"{path}, line {reader.line_num}, has {len(cells)} cells, but line 1 names {len(names)}.")
-                if cells:
-                    row: Any = cells[0] if only else {name: cells[place] for name, place in zip(chosen, places, strict=True)}
-                    yield f"line {reader.line_num}", row
+        names = next(reader, [])
+        only = field is None and len(names) == 1
+        chosen = names if only else document_fields(str(path), names, field)
+        places = [names.index(name) for name in chosen]
+        for cells in reader:
+            if cells and len(cells) != len(names):
+                raise BadText(f"{path}, line {reader.line_num}, has {len(cells)} cells, but line 1 names {len(names)}.")
+            if cells:
+                row: Any = cells[0] if only else {name: cells[place] for name, place in zip(chosen, places, strict=True)}
+                yield f"line {reader.line_num}", row
     except csv.Error as error:
         raise BadText(f"{path}, line {reader.line_num}, is not CSV: {error}.") from error
-
-
-@contextmanager
-def _unlimited_cells() -> Iterator[None]:
-    """Within the context, let the csv module read cells of more than 131,072 characters."""
-    limit = csv.field_size_limit(2**31 - 1)  # what fits a C long on every system
-    try:
-        yield
     finally:
         csv.field_size_limit(limit)
 

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from sparsellm.errors import BadText, Unreachable, nearest
 from sparsellm.texts import demo
-from sparsellm.texts.data_sets import DataSetDocuments, is_saved, open_saved
+from sparsellm.texts.data_sets import SHORT, DataSetDocuments, StoredDocuments, is_saved, open_saved
 from sparsellm.texts.json_files import IS_POINTER, LFS_POINTER
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES, local_path
-from sparsellm.texts.rows import Conversation
-from sparsellm.texts.text_files import READERS, read_documents, suffix_of
+from sparsellm.texts.rows import Document, row_documents
+from sparsellm.texts.text_files import READERS, suffix_of
 
 TextUse = Literal["calibration", "test"]
 
@@ -34,28 +34,28 @@ class Text:
 
     Attributes:
         documents: The documents, of which at least one is not blank. Those of a data set and of a long file stay on disk and
-            are read one by one; None stands for an empty row of a data set. There are none if there are conversations.
+            are read one by one; None stands for an empty row of a data set.
         source: Name of the text, for reports.
         rows: Whether the documents are lines or pieces of one text, so that calibration sequences come from the stream.
         test_windows: Number of test sequences in the papers' protocol; None for all.
-        conversations: Chats, which become documents through the chat template of a tokenizer.
+        chats: Whether the documents are conversations, which the chat template of a tokenizer writes.
         published: Whether it is a text of the papers, which their code divides into sequences in its own way.
         empty: Number of empty rows that are left out.
     """
 
-    documents: Sequence[str | None]
+    documents: Sequence[Document | None]
     joint: str
     source: str
     rows: bool = False
     test_windows: int | None = None
-    conversations: Sequence[Conversation | None] = ()
+    chats: bool = False
     published: bool = False
     empty: int = 0
 
     @property
     def stream(self) -> str:
         """All documents as one string."""
-        return self.joint.join(document for document in self.documents if document is not None)
+        return self.joint.join(document for document in self.documents if isinstance(document, str))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,6 @@ HUB_TEXTS = {
         revision="refs/convert/parquet",  # the main branch has a loading script, which `datasets` 4 does not support
     ),
 }
-NAMES = TEXT_NAMES
 
 
 def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, memory: int | None = None) -> Text:
@@ -128,7 +127,7 @@ def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, me
     memory; a .txt file is then one text in pieces.
 
     Args:
-        name_or_path: A name of `NAMES` or a path.
+        name_or_path: A name of `TEXT_NAMES` or a path.
         split: Split of a named text, or of a folder with several; a local file is used for both splits.
         field: Field or column of a local file that holds the documents; None for the first of `sparsellm.texts.rows.FORMS`, or
             the only column of a .csv file.
@@ -146,7 +145,7 @@ def read_text(name_or_path: str, split: TextUse, field: str | None = None, *, me
         text = data_set_text(open_saved(path, split), field, str(path), path.name)
     else:
         text = _read_from_file(name_or_path, field, memory)
-    if not text.conversations and not any(document and document.strip() for document in text.documents):
+    if not any(x.strip() if isinstance(x, str) else x for x in text.documents):
         count = len(text.documents) + text.empty
         raise BadText(f"{text.source} holds no text: all of its {count:,} documents are blank.")
     return text
@@ -164,15 +163,14 @@ def data_set_text(data: Any, field: str | None, place: str, source: str) -> Text
         BadText: There is no such column, it holds something else, or all rows are empty.
     """
     documents = DataSetDocuments(data, field, place)
-    chats = documents.conversations
-    return Text(() if chats else documents, JOINT, source, conversations=documents if chats else ())
+    return Text(documents, JOINT, source, chats=documents.chats)
 
 
 def is_name(string: str) -> bool:
     """Whether a string is the name of a text, or a path: it has the suffix of a text, or something is there."""
     try:
         path = Path(string).expanduser()
-        return string in NAMES or suffix_of(path) in READERS or path.exists()
+        return string in TEXT_NAMES or suffix_of(path) in READERS or path.exists()
     except (OSError, ValueError, RuntimeError):
         return False
 
@@ -235,21 +233,21 @@ def _read_from_file(name: str, field: str | None, memory: int | None) -> Text:
     """Read a local file."""
     path = _checked(name)
     suffix = suffix_of(path)
-    read, is_raw = read_documents(path, field, memory), suffix == ".raw"
-    return Text(
-        read.texts,
-        "" if read.pieces else JOINT,
-        path.name,
-        rows=is_raw or read.pieces,
-        conversations=read.conversations,
-        published=is_raw,
-        empty=read.empty,
-    )
+    rows = READERS[suffix](path, field, memory)
+    if suffix == ".raw":
+        return Text([str(line) for _, line in rows], JOINT, path.name, rows=True, published=True)
+    if suffix == ".txt":
+        pieces = StoredDocuments(str(piece) for _, piece in rows)
+        if pieces.sizes.sum() > SHORT:
+            return Text(pieces, "", path.name, rows=True)
+        return Text(["".join(pieces)], JOINT, path.name)
+    documents = StoredDocuments(row_documents(str(path), rows, field))
+    return Text(documents, JOINT, path.name, chats=documents.chats, empty=documents.empty)
 
 
 def check_text(name_or_path: str) -> None:
     """Check what `read_text` is given, without reading it. Raises BadText for a file that is missing, empty or unreadable."""
-    if name_or_path not in NAMES and not is_saved(local_path(name_or_path, any_length=True)):
+    if name_or_path not in TEXT_NAMES and not is_saved(local_path(name_or_path, any_length=True)):
         _checked(name_or_path)
 
 
@@ -263,7 +261,7 @@ def _checked(name: str) -> Path:
             if suffix in READERS or is_path:
                 missing = path.absolute() if shown == name else shown
                 raise BadText(f"There is no file {missing}. Give a path to {TEXT_FILES}, or the name of a text.")
-            raise BadText(f"No text is called {shown!r}. {nearest(shown, NAMES)} Or give a path to {TEXT_FILES}.")
+            raise BadText(f"No text is called {shown!r}. {nearest(shown, TEXT_NAMES)} Or give a path to {TEXT_FILES}.")
         if reason := _unusable(path, suffix):
             raise BadText(f"{path} {reason}. A text must be {TEXT_FILES}, or a folder that save_to_disk wrote.")
         return path

@@ -66,7 +66,7 @@ class TokenizedText:
         family: str = "",
     ) -> None:
         self.text, self._tokenizer, self._bos = text, tokenizer, bos
-        self.whole = documents == "whole" or (documents == "auto" and bool(text.conversations))
+        self.whole = documents == "whole" or (documents == "auto" and text.chats)
         self._empty: set[int] = set()
         self._refused: dict[int, str] = {}
         if self.whole and text.rows:
@@ -74,7 +74,7 @@ class TokenizedText:
                 f"{text.source} is one text, of which `documents='whole'` would take parts. Leave it out, or take a file with "
                 "several documents, such as a .jsonl file."
             )
-        if text.conversations and tokenizer.chat_template is None:
+        if text.chats and tokenizer.chat_template is None:
             raise BadText(
                 f"{text.source} holds chat messages, but the tokenizer has no chat template to write them with. "
                 "Use a chat model with its tokenizer, or a file with texts."
@@ -87,14 +87,14 @@ class TokenizedText:
         self.added = own is not None and self._around[0][:1] == [own]
         begins = not self.whole and not self.papers and (bos == "yes" or (bos == "auto" and self.added))
         self.begin = torch.tensor([own] if begins and own is not None else [], dtype=torch.long)
-        self._special = not begins and bos != "no" and not text.conversations
+        self._special = not begins and bos != "no" and not text.chats
 
     def __len__(self) -> int:
-        return len(self.text.conversations or self.text.documents)
+        return len(self.text.documents)
 
     def document(self, number: int) -> str | None:
         """A document; a conversation as the chat template writes it. None for an empty row, and for one that is refused."""
-        document = (self.text.conversations or self.text.documents)[number]
+        document = self.text.documents[number]
         if document is None or (isinstance(document, str) and not document.strip() and not self.text.rows):
             self._empty.add(number)
             return None
@@ -109,9 +109,8 @@ class TokenizedText:
     @cached_property
     def sizes(self) -> Sizes:
         """(documents,) About the characters of each document."""
-        documents = self.text.conversations or self.text.documents
-        sizes: Sizes | None = getattr(documents, "sizes", None)
-        return np.array([document_size(x) for x in documents]) if sizes is None else sizes
+        sizes: Sizes | None = getattr(self.text.documents, "sizes", None)
+        return np.array([document_size(x) for x in self.text.documents]) if sizes is None else sizes
 
     @cached_property
     def _ends(self) -> Sizes:
@@ -205,7 +204,7 @@ class TokenizedText:
     def _stream_pieces(self) -> Iterator[str]:
         """The stream as one string; in pieces of whole documents if the text is long."""
         limit = SHORT if self.is_long else None
-        joint = "" if self.text.conversations else self.text.joint
+        joint = "" if self.text.chats else self.text.joint
         parts: list[str] = []
         size = 0
         for number in range(len(self)):
@@ -243,7 +242,7 @@ class TokenizedText:
 
     def _piece(self, number: int, shift: float, characters: int) -> tuple[str, bool]:
         """Characters of the stream from a share of a document on, from the start of a word; and whether the stream ends."""
-        joint = "" if self.text.conversations else self.text.joint
+        joint = "" if self.text.chats else self.text.joint
         document = self.document(number) or ""
         start = int(shift * len(document))
         if start:

@@ -14,10 +14,9 @@ import pytest
 from pyarrow import parquet
 
 from sparsellm.errors import BadText
-from sparsellm.texts import data_sets, text_files
+from sparsellm.texts import data_sets, text_files, texts
 from sparsellm.texts.data_sets import StoredDocuments
 from sparsellm.texts.rows import Conversation
-from sparsellm.texts.text_files import read_documents
 from sparsellm.texts.texts import read_text
 from tests.conftest import TEXT
 
@@ -26,6 +25,7 @@ from tests.conftest import TEXT
 def _long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of more than 100 characters are long."""
     monkeypatch.setattr(data_sets, "SHORT", 100)
+    monkeypatch.setattr(texts, "SHORT", 100)
     monkeypatch.setattr(text_files, "PIECE", 32)
 
 
@@ -45,12 +45,12 @@ def test_texts_are_those_of_a_short_file(tmp_path: Path, name: str) -> None:
     else:
         data = content[path.with_suffix("").suffix or path.suffix].encode()
         path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    found = read_documents(path, None)
-    assert isinstance(found.texts, StoredDocuments)
-    assert list(found.texts) == [value for value in values if value]
-    assert found.texts.sizes.tolist() == [len(value) for value in values if value]
+    found = read_text(str(path), "test")
+    assert isinstance(found.documents, StoredDocuments)
+    assert list(found.documents) == [value for value in values if value]
+    assert found.documents.sizes.tolist() == [len(value) for value in values if value]
     assert found.empty == 80
-    assert not found.conversations
+    assert not found.chats
 
 
 @pytest.mark.usefixtures("_long")
@@ -66,10 +66,9 @@ def test_chats_are_those_of_a_short_file(tmp_path: Path, name: str) -> None:
         path.write_text("\n".join(json.dumps({"messages": chat, "tools": tools}) for chat in chats))
     else:
         parquet.write_table(pyarrow.table({"messages": chats, "tools": [json.dumps(tools)] * len(chats)}), path)
-    found = read_documents(path, None)
-    assert not found.texts
-    assert isinstance(found.conversations, StoredDocuments)
-    assert list(found.conversations) == [Conversation(chat, tools) for chat in chats if chat]
+    found = read_text(str(path), "test")
+    assert found.chats
+    assert list(found.documents) == [Conversation(chat, tools) for chat in chats if chat]
     assert found.empty == 1
 
 
@@ -140,10 +139,10 @@ def test_nothing_is_left_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "temporary").mkdir()
     path = tmp_path / "a.jsonl"
     path.write_text('"a word"\n' * 99)
-    found = read_documents(path, None)
+    found = read_text(str(path), "test")
     path.unlink()
     assert list((tmp_path / "temporary").iterdir()) == []
-    assert list(found.texts) == ["a word"] * 99
+    assert list(found.documents) == ["a word"] * 99
 
 
 @pytest.mark.parametrize("kind", ["lines.txt", "line.txt", "texts.jsonl", "chats.jsonl"])

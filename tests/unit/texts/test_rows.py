@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparsellm.errors import BadText
-from sparsellm.texts.rows import Conversation, document_fields, document_of, split_documents
+from sparsellm.texts.rows import Conversation, document_fields, document_of, row_documents
 
 QUESTION, ANSWER = {"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}
 CHAT = [QUESTION, ANSWER]
@@ -73,7 +73,7 @@ def test_tools_of_a_row(tools: Any) -> None:
 def test_empty_rows(row: Any) -> None:
     """They are no documents, and are counted."""
     assert document_of("a", row, None) is None
-    assert split_documents("a", [("1", row), ("2", "text")], None) == (["text"], [], 1)
+    assert list(row_documents("a", [("1", row), ("2", "text")], None)) == [None, "text"]
 
 
 @pytest.mark.parametrize(
@@ -106,4 +106,4 @@ def test_fields_of_a_document() -> None:
 
 def test_texts_and_chats_in_one_file() -> None:
     with pytest.raises(BadText, match=r"a, line 2, .*chat"):
-        split_documents("a", [("line 1", "text"), ("line 2", CHAT)], None)
+        list(row_documents("a", [("line 1", "text"), ("line 2", CHAT)], None))

@@ -13,12 +13,12 @@ from sparsellm.cli.app import app
 from sparsellm.errors import BadText, InvalidSetting
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 from sparsellm.texts.text_files import READERS
-from sparsellm.texts.texts import HUB_TEXTS, NAMES, check_text
+from sparsellm.texts.texts import HUB_TEXTS, check_text
 
 
 def test_the_list_is_that_of_the_readers() -> None:
     assert re.findall(r"\.\w+", TEXT_FILES) == [*READERS, ".txt", ".gz"]
-    assert {*HUB_TEXTS, "demo"} == set(NAMES) == set(TEXT_NAMES)
+    assert {*HUB_TEXTS, "demo"} == set(TEXT_NAMES)
 
 
 @pytest.mark.parametrize("command", ["prune", "recover", "plan", "search", "evaluate"])

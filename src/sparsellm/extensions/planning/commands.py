@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +13,6 @@ from rich.console import Console
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     collection_paused,
-    in_options,
     in_process_group,
     print_json,
     print_line,
@@ -24,6 +22,7 @@ from sparsellm.cli.console import (
     stdout,
     text_table,
 )
+from sparsellm.cli.run_options import observing
 from sparsellm.errors import plural
 from sparsellm.extensions.recover.recipe_fields import RecoveryFields
 
@@ -65,21 +64,18 @@ def plan(
         if model is not None:
             settings["model"] = model
 
-        from sparsellm.cli.allocator import manage_memory
         from sparsellm.errors import TooLarge
         from sparsellm.extensions.planning.measured_plan import plan_pruning, plan_recovery
         from sparsellm.extensions.recover.block_recovery import read_recovery
-        from sparsellm.observers.display import Display
-        from sparsellm.observers.events import combine_observers
         from sparsellm.recipes.file import read_recipe
 
-        display = Display("auto" if measure and is_main else "off", partial(in_options, context=context))
-        with display, nullcontext() if measure else stderr.status("planning"):
+        shown = nullcontext() if measure else stderr.status("planning")
+        with observing(context, displays=measure and is_main) as observe, shown:
             if recovered:
                 run_plan = plan_recovery(read_recovery({**settings, "pruned": recovered}), output)
             else:
-                observe = combine_observers(manage_memory, display) if measure else None
-                run_plan = plan_pruning(read_recipe(settings, config), output, measure=measure, observe=observe)
+                recipe = read_recipe(settings, config)
+                run_plan = plan_pruning(recipe, output, measure=measure, observe=observe if measure else None)
         for note in run_plan.notes:
             print_note(note, context)
         if as_json and is_main:

@@ -24,7 +24,7 @@ from sparsellm.cli.console import (
     stdout,
     text_table,
 )
-from sparsellm.cli.run_options import Extras, extended
+from sparsellm.cli.run_options import Extras, extended, observing
 from sparsellm.errors import plural
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
@@ -125,7 +125,7 @@ def sweep(
             return
         # The processes of a launcher run different cells; only the first one prints.
         rank, count = process_group.independent_process(os.environ)
-        with extras.observing(context, "off" if rank else "quiet" if quiet else "auto") as observe:
+        with observing(context, extras, quiet=quiet, displays=not rank) as observe:
             outcomes = run_sweep(
                 cells,
                 folder,
@@ -200,7 +200,7 @@ def search(
 
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
-            with extras.observing(context, "quiet" if quiet else "auto") as observe:
+            with observing(context, extras, quiet=quiet) as observe:
                 result = search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observe)
         except TargetNotReached as error:
             if as_json:
@@ -352,7 +352,7 @@ def demo(
 
         if output is not None:
             check_output(output)
-        with Extras().observing(context, "quiet" if quiet else "auto") as observe:
+        with observing(context, quiet=quiet) as observe:
             rows = demonstrate(family, output, observe)
         packed = None if output is None else measure_packed(output)
         if as_json:

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.evaluation.differences import MEASURABLE, Difference
-from sparsellm.evaluation.measurements import Measurement
+from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.extensions.packed.formats.packed_tensors import estimated_bytes
 from sparsellm.extensions.studies.search_result import Point
 from sparsellm.models.output_head import blocks_and_head
@@ -78,7 +78,7 @@ class Target:
             return f"an accuracy of at least {', '.join(least)}"
         return f"a perplexity increase of at most {100 * (self.perplexity_increase or 0.0):.10g} %"
 
-    def decide(self, increases: Iterable[Difference | None], accuracy: Mapping[str, Measurement]) -> Decision:
+    def decide(self, increases: Iterable[Difference | None], accuracy: Mapping[str, Accuracy]) -> Decision:
         """Whether measurements meet the target.
 
         A perplexity increase meets it if it is below it by `MEASURABLE` standard errors: what is not known to meet it does not.
