@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoints.configuration import check_kind, read_config
-from sparsellm.checkpoints.documents import ADAPTER, QUANTIZATION_KEYS, documents_of
+from sparsellm.checkpoints.documents import ADAPTER, documents_of, without_quantization
 from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint, short_name
 from sparsellm.checkpoints.headers import check_dtypes, found_weights, read_all_headers
 from sparsellm.checkpoints.readers import TensorHeader, reader_of
@@ -92,13 +92,6 @@ def open_files(name: str, folder: Path, *, trusted: bool = False, packed: bool =
     if quantization and not packed:
         remark(quantization, (folder.resolve(), "quantized"))
     return OpenedFiles(folder, fields, files, stamps, headers, found_packed, quantization)
-
-
-def without_quantization(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json without those on how the weights are packed or quantized."""
-    text = fields.get("text_config")
-    inner = {"text_config": without_quantization(text)} if isinstance(text, dict) else {}
-    return {key: value for key, value in (fields | inner).items() if key not in QUANTIZATION_KEYS}
 
 
 def describe_quantization(name: str, folder: Path) -> str:
