@@ -6,7 +6,6 @@ import copy
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +22,10 @@ from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
     Stored,
     TensorLocation,
+    bit_identical,
+    equal_stored,
     index_tensors,
     read_stored,
-    stored_row_chunks,
 )
 from sparsellm.errors import dtype_name
 from sparsellm.models.blocks import Block
@@ -109,11 +109,6 @@ class StoredTensors:
         """Canonical name of a tensor: the first of its tied names, without the base model's prefix, which some files omit."""
         return self._tied.get(key, key).removeprefix("model.")
 
-    def place(self, key: str) -> TensorLocation | None:
-        """Location of a tensor that can be read in chunks of rows; None if it can only be read entirely."""
-        stored = self.files[key]
-        return stored if isinstance(stored, TensorLocation) and stored.file.suffix == ".safetensors" else None
-
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((key, self[key]) for key in self.files)
 
@@ -167,20 +162,8 @@ def compare(here: StoredTensors, there: StoredTensors) -> CheckpointComparison:
 
 
 def _equal_tensors(here: StoredTensors, key: str, there: StoredTensors, *, other: str) -> bool:
-    """Whether two tensors are bit-identical in the dtype of the first; read in chunks of rows if both files support it."""
-    location, other_location = here.place(key), there.place(other)
-    dtype = getattr(torch, here.dtype(key))
-    if location is None or other_location is None:
-        return bit_identical(here[key], there.read(other, dtype), as_stored=False)
-    return all(
-        rows is not None and other_rows is not None and bit_identical(rows, other_rows, as_stored=False)
-        for rows, other_rows in zip_longest(stored_row_chunks(location), stored_row_chunks(other_location, dtype))
-    )
-
-
-def bit_identical(tensor: Tensor, other: Tensor, as_stored: bool = True) -> bool:
-    """Whether two tensors have the same bits; without `as_stored`, after conversion to the first's dtype."""
-    other = other if as_stored else other.to(tensor.dtype)
-    if tensor.dtype != other.dtype or tensor.shape != other.shape:
-        return False
-    return torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    """Whether two tensors have the same bits in the dtype of the first."""
+    first, second, dtype = here.files[key], there.files[other], getattr(torch, here.dtype(key))
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return bit_identical(here[key], there.read(other, dtype).to(dtype))
+    return equal_stored(first, second, dtype)

@@ -64,11 +64,6 @@ def read_headers(file: Path, decoded: bool = True) -> dict[str, TensorHeader]:
     return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
 
 
-def read_all_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in several files, by name."""
-    return {key: entry for file in files for key, entry in read_headers(file).items()}
-
-
 def check_dtypes(name: str, headers: Mapping[str, TensorHeader], *, packed: bool = False) -> None:
     """Raise UnsupportedModel for weights that are not floating-point numbers of at least 16 bits.
 

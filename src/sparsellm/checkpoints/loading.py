@@ -14,22 +14,40 @@ from torch import nn
 from sparsellm.checkpoints.block_loader import DiskWeights, locate_tensors
 from sparsellm.checkpoints.configuration import (
     auto_model,
+    check_doubles,
+    check_index,
+    check_kind,
     check_tensors,
     empty_model,
+    read_config,
     read_configuration,
     silence_transformers,
 )
-from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
-from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
-from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name, short_name
-from sparsellm.checkpoints.headers import check_dtypes, found_weights
+from sparsellm.checkpoints.documents import (
+    ADAPTER,
+    DocumentFiles,
+    documents_of,
+    folder_for_transformers,
+    without_quantization,
+)
+from sparsellm.checkpoints.files import (
+    DEMO,
+    Origin,
+    card_terms,
+    check_files,
+    check_within,
+    find_checkpoint,
+    is_hub_name,
+    short_name,
+)
+from sparsellm.checkpoints.headers import check_dtypes, found_weights, read_headers
 from sparsellm.checkpoints.machine_cache import use_cache
-from sparsellm.checkpoints.opening import open_files, open_folder
 from sparsellm.checkpoints.readers import TensorHeader, is_lossless, reader_of
+from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, dtype_name, first_line
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, checkpoint_errors, dtype_name, first_line
 from sparsellm.models.loaded_model import check_in_memory, check_is_model
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
@@ -173,6 +191,7 @@ class InMemoryModel:
     model: PreTrainedModel
     own_tokenizer: PreTrainedTokenizerBase | None = None
     folder: ClassVar[None] = None
+    quantization: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_in_memory(self.model)
@@ -232,6 +251,29 @@ class InMemoryModel:
         return self.own_tokenizer
 
 
+def open_folder(name: str, revision: str | None = None, with_code: bool = False) -> Path:
+    """Return the folder of a checkpoint, whose files may be read.
+
+    Args:
+        name: A folder, a bundled model such as "demo:opt", or a hub name.
+        revision: Branch, tag or commit of a hub name.
+        with_code: Whether to download Python files too.
+
+    Raises:
+        SparseLLMError: As `find_checkpoint` and `check_within`.
+    """
+    folder = find_checkpoint(name, revision, with_code)
+    if not name.startswith(DEMO):  # installers may link the files of a package
+        check_within(name, folder)
+    if files := sorted(file.name for file in folder.iterdir() if ADAPTER.fullmatch(file.name)):  # which PEFT would load
+        remark(
+            f"{short_name(name)} has an adapter beside its weights ({', '.join(files)}), which is neither loaded nor copied. "
+            "To have it in the model, merge it first: PEFT's merge_and_unload",
+            (folder.resolve(), "adapter"),
+        )
+    return folder
+
+
 def open_checkpoint(name: str, revision: str | None = None, trusted: bool = False, *, packed: bool = False) -> Checkpoint:
     """Open a checkpoint, and check its configuration and the headers of its weight files. The weights are not read.
 
@@ -241,17 +283,37 @@ def open_checkpoint(name: str, revision: str | None = None, trusted: bool = Fals
         packed: Whether it may be packed. Its tensors are then decoded when they are read.
 
     Raises:
-        BadCheckpoint: The folder is missing, incomplete or damaged.
+        BadCheckpoint: The folder is missing, incomplete or damaged, or the tensors are not what config.json says of them.
         Unreachable: The hub cannot be reached.
         UnsupportedModel: The model cannot be pruned.
     """
-    opened = open_files(name, open_folder(name, revision, trusted), trusted=trusted, packed=packed)
-    folder, fields, files, headers = opened.folder, opened.fields, opened.files, opened.headers
+    folder = open_folder(name, revision, trusted)
+    fields = read_config(name, folder)
+    reader = reader_of(name, fields)
+    is_packed = reader is not None and reader.lossless
+    if is_packed and not packed:
+        raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
+    fields = without_quantization(fields)
+    check_kind(name, fields, trusted)
+    files = check_files(name, folder)
+    if reader and not is_packed and any(file.suffix != ".safetensors" for file in files):
+        raise UnsupportedModel(
+            f"{name} is quantized, and its weights are not in safetensors files, the only ones that are dequantized. "
+            "Get a copy in safetensors files."
+        )
+    stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
+    with checkpoint_errors(name):
+        headers = {key: header for file in files for key, header in read_headers(file).items()}
+        found = found_weights(folder)
+    check_dtypes(name, headers, packed=is_packed)
+    quantization = ""
+    if found and not found.lossless:
+        parameters = sum(header.numel for header in headers.values())
+        quantization = found.describe(short_name(name), sum(file.stat().st_size for file in files), parameters)
+    if quantization and not packed:
+        remark(quantization, (folder.resolve(), "quantized"))
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
-    for part in (config, config.get_text_config()):
-        vars(part).pop("quantization_config", None)  # of weights that are decoded when they are read
-    check_fields(name, fields, config)
-    checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, opened.packed, opened.quantization)
+    checkpoint = Checkpoint(name, folder, config, stamps, trusted, is_packed, quantization)
     skeleton = checkpoint.skeleton()
     if not check_tensors(name, skeleton, fields=fields, files=files, headers=headers):
         for part in (config, config.get_text_config()):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,31 @@ def stored_row_chunks(location: TensorLocation, dtype: torch.dtype | None = None
         with _read_errors(location):
             chunk = _read_elements(location, start or 0, None if start is None else start + rows)
         yield chunk
+
+
+def equal_stored(first: Stored, second: Stored, dtype: torch.dtype | None = None, *, decoded: bool = True) -> bool:
+    """Whether two stored tensors have the same bits, compared in chunks of rows if both are in safetensors files.
+
+    Args:
+        dtype: Convert the second to this dtype; None for tensors that must have the same.
+        decoded: Whether weights of another form are decoded, as in `stored_row_chunks`.
+    """
+    in_rows = all(isinstance(x, TensorLocation) and x.file.suffix == ".safetensors" for x in (first, second))
+
+    def chunks(stored: Stored, dtype: torch.dtype | None) -> Iterable[Tensor]:
+        if in_rows and isinstance(stored, TensorLocation):
+            return stored_row_chunks(stored, dtype, decoded)
+        return [read_stored(stored, dtype)]
+
+    pairs = zip_longest(chunks(first, None), chunks(second, dtype))
+    return all(a is not None and b is not None and bit_identical(a, b if dtype is None else b.to(dtype)) for a, b in pairs)
+
+
+def bit_identical(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
+        return False
+    return torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _read_elements(location: TensorLocation, start: int, stop: int | None) -> Tensor:

@@ -97,22 +97,6 @@ def folder_path(output: str | Path) -> Path:
     return local_path(output)
 
 
-def check_report(folder: Path) -> None:
-    """Raise InvalidSetting unless a folder has the report of a run."""
-    if not (folder / REPORT).is_file():
-        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
-        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
-
-
-def check_finished(output: str | Path) -> Path:
-    """The folder of a finished output. Raises InvalidSetting if it is unfinished, or no output."""
-    folder = local_path(output)
-    if (folder / WORK).exists():
-        raise InvalidSetting(f"{output} {UNFINISHED}")
-    check_report(folder)
-    return folder
-
-
 def is_sweep(folder: str | Path) -> bool:
     """Whether a folder is the folder of a sweep."""
     return (Path(folder) / SWEEP).is_file()

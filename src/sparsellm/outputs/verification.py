@@ -15,28 +15,28 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import DiskWeights, tied_names
-from sparsellm.checkpoints.comparison import StoredTensors, bit_identical, compare, layers_by_parameter
-from sparsellm.checkpoints.files import REPORT, check_files
+from sparsellm.checkpoints.comparison import StoredTensors, compare, layers_by_parameter
+from sparsellm.checkpoints.files import REPORT, UNFINISHED, WORK
 from sparsellm.checkpoints.headers import read_headers, stored_weights
-from sparsellm.checkpoints.loading import Checkpoint, open_source
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_source
 from sparsellm.checkpoints.side_files import formats_of
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import (
     TensorDigest,
     TensorLocation,
+    bit_identical,
     file_digest,
     locations_of,
     read_finite,
-    read_stored,
     report_digest,
     tensor_digests,
 )
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.methods import LayerResult, Plan, Totals
+from sparsellm.methods import LayerResult, Plan
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.outputs.folder import CARD, check_finished, check_report, folder_path
+from sparsellm.outputs.folder import CARD, folder_path
 from sparsellm.outputs.report import Digests, Report, read_report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.texts.json_files import finite, is_path
@@ -137,14 +137,10 @@ def verify(
     repeated = [f"{REPORT} names a layer twice"] * (len(layers) < len(report.layers))
     raise_if_any(output, wrong + repeated)
     counts = len(report.files), len(tensors), len(layers)
-    if dense is None and _are_stored_as_reported(folder, layers):
-        return Verification(str(output), *counts, changed=len(report.changed_parameters))
     model = open_source(folder, trusted=trust_remote_code, packed=True).skeleton()
-    dense_tensors, rounded = None, 0
+    written, dense_tensors, rounded = StoredTensors(folder, model), None, 0
     if dense is not None:
         dense_tensors = StoredTensors(dense.folder, dense.skeleton(), dense.model)
-    written = StoredTensors(folder, model)
-    if dense is not None and dense_tensors is not None:
         for section in report.sections.values():
             if (compared := section.compare(finished, written, dense, dense_tensors)) is not None:
                 differences, rounded = compared
@@ -178,7 +174,8 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     state = model.state_dict() if in_memory else {}
     differences = []
     for key, tensor in written:
-        if not bit_identical(state.get(key, tensor).cpu(), tensor, as_stored=False):  # the class may convert tensors
+        held = state.get(key, tensor).cpu()
+        if not bit_identical(held, tensor.to(held.dtype)):  # the class may convert tensors
             differences.append(f"{key} has other values than in memory")
     raise_if_any("The written checkpoint", differences)
     layers = {layer.name: layer for layer in report.layers}
@@ -224,7 +221,7 @@ def _is_stored(tensor: Tensor, place: TensorLocation) -> bool:
     """Whether a tensor has the values of a stored one in its own dtype, or on the meta device its shape."""
     if tensor.is_meta:
         return tensor.shape == read_headers(place.file)[place.key].shape
-    return bit_identical(tensor.cpu(), read_finite(place, tensor.dtype), as_stored=False)
+    return bit_identical(tensor.cpu(), read_finite(place, tensor.dtype).to(tensor.dtype))
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,20 +277,6 @@ def _file_differences(output: Output) -> list[str]:
     differences += [f"the report does not list {name} in both `files` and `digests`" for name in sorted(listed ^ digested)]
     loaded = [file.name for file in sorted(output.folder.iterdir()) if file.suffix in LOADED and not file.is_dir()]
     return differences + [f"{name} was not written by the run" for name in loaded if name not in listed | digested]
-
-
-def _are_stored_as_reported(folder: Path, layers: Mapping[str, LayerResult]) -> bool:
-    """Whether each pruned layer is a tensor of its own, under the layer's name, and as the report says.
-
-    If not, only the model's class can tell where a layer is stored: in a fused tensor, under another name, or transposed. To
-    import it takes longer than all else that is done for a small model.
-    """
-    stored = {key: TensorLocation(file, key) for file in check_files(folder.name, folder) for key in read_headers(file)}
-    keys = {f"{name}.weight": layer for name, layer in layers.items()}
-    if not keys.keys() <= stored.keys():
-        return False
-    rounded = formats_of(stored)
-    return not any(_layer_difference(read_stored(stored[key]), layer, rounded=key in rounded) for key, layer in keys.items())
 
 
 def _layer_differences(
@@ -418,7 +401,9 @@ class Output:
 def read_output(folder: Path) -> Output:
     """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
     file = folder / REPORT
-    check_report(folder)
+    if not file.is_file():
+        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
+        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
     report, content = read_report(file)
     if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
@@ -434,32 +419,19 @@ def read_finished(output: str | Path) -> Output:
         InvalidSetting: The folder is not an output, or is unfinished.
         BadCheckpoint: The report is damaged, or files are missing.
     """
-    folder_path(output)  # refuses anything but a path
-    folder = check_finished(output)
+    folder = folder_path(output)
+    if (folder / WORK).exists():
+        raise InvalidSetting(f"{output} {UNFINISHED}")
     finished = read_output(folder)
     if missing := sorted(name for name in finished.report.files if not (folder / name).is_file()):
         raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")
     return finished
 
 
-def changed_before(folder: Path | None) -> set[str]:
-    """The parameters besides pruned layers that the runs changed which wrote a model, as its report says; usually none.
-
-    A model that is made from such an output differs in them from the dense model too.
-    """
-    if folder is None or not (folder / REPORT).is_file():
-        return set()
-    return read_output(folder).report.changed_parameters
-
-
-def dtype_changed_before(folder: Path | None) -> bool:
-    """Whether a model was written by a run that changed the dtype of its tensors, as its report says."""
-    return folder is not None and (folder / REPORT).is_file() and read_output(folder).report.dtype_changed
-
-
-def totals_before(folder: Path | None) -> Totals | None:
-    """The totals of the run that wrote a model, as its report says; None for other models."""
-    return None if folder is None or not (folder / REPORT).is_file() else read_output(folder).report.totals
+def report_before(source: Checkpoint | InMemoryModel) -> Report | None:
+    """The report of the run that wrote a model; None for one in memory, or that no run wrote."""
+    folder = source.folder
+    return None if folder is None or not (folder / REPORT).is_file() else read_output(folder).report
 
 
 def foreign_file(folder: Path, kept: Collection[str]) -> str:

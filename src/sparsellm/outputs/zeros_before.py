@@ -24,9 +24,9 @@ def describe_start(initial: float, totals: Totals) -> str:
     return "dense" if share < NOTABLE else f"initial ({100 * share:.2f} % zeros)"
 
 
-def note_before(recipe: RunRecipe, totals: Totals | None) -> Iterator[str]:
+def note_before(recipe: RunRecipe, totals: Totals) -> Iterator[str]:
     """The note before a run on a model that another run has pruned, from the totals of that one's report."""
-    if not isinstance(recipe, Recipe) or totals is None:
+    if not isinstance(recipe, Recipe):
         return
     if totals.sparsity_of_pruned_layers >= NOTABLE and (advice := _advice(recipe, totals.sparsity_of_pruned_layers)):
         share, layers = f"{100 * totals.sparsity_of_pruned_layers:.2f} %", plural(totals.pruned_layers, "layer")

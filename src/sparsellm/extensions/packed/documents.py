@@ -8,12 +8,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm import __version__
-from sparsellm.checkpoints.configuration import read_config
-from sparsellm.checkpoints.contradictions import check_doubles
+from sparsellm.checkpoints.configuration import check_doubles, read_config
 from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, documents_of
 from sparsellm.checkpoints.files import REPORT, check_files, checkpoint_name
 from sparsellm.checkpoints.headers import locate_all
-from sparsellm.checkpoints.opening import open_folder
+from sparsellm.checkpoints.loading import open_folder
 from sparsellm.checkpoints.readers import quantization_settings
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
