@@ -16,15 +16,12 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import CONFIG_FILE
 from sparsellm.checkpoints.files import SHARDS, check_files, is_hub_name
-from sparsellm.checkpoints.headers import read_headers, read_pickle
-from sparsellm.checkpoints.stored_form import is_added_bias, is_computed
+from sparsellm.checkpoints.headers import read_headers
+from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import (
-    NotStreamable,
     Stored,
-    TensorLocation,
     bit_identical,
     equal_stored,
-    index_tensors,
     read_stored,
 )
 from sparsellm.errors import dtype_name
@@ -39,9 +36,8 @@ if TYPE_CHECKING:
 class StoredTensors:
     """Tensors of a checkpoint, read one at a time from safetensors or `.bin` files (weights only), or of a model in memory.
 
-    Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
-    tensors of a checkpoint that cannot be read one at a time, have their names in the files. Stored buffers that the model
-    computes itself are left out, and so are biases of 0 that GPTQ added.
+    Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have have their
+    names in the files. Stored buffers that the model computes itself are left out, and so are biases of 0 that GPTQ added.
 
     Args:
         model: The model, or one on the meta device that gives the names.
@@ -55,20 +51,8 @@ class StoredTensors:
             state = sorted(model.state_dict().items())  # tied tensors once, as in files
             self.files |= {key: tensor for key, tensor in state if self._tied.get(key, key) == key}
             return
-        files = check_files(folder.name, folder)
-        try:
-            locations, unknown, _ = index_tensors(files, model)
-            headers = {file: read_headers(file) for file in files}
-            carried = {
-                key: x
-                for key, x in unknown.items()
-                if not is_computed(key, headers[x.file][key].shape) and not is_added_bias(key, x)
-            }
-            self.files |= sorted({**carried, **locations}.items())
-        except NotStreamable:
-            for file in files:
-                pickled = file.suffix != ".safetensors"
-                self.files |= read_pickle(file) if pickled else {key: TensorLocation(file, key) for key in read_headers(file)}
+        form = StoredForm.of(check_files(folder.name, folder), model)
+        self.files |= sorted({**form.carried, **form.locations}.items())
 
     @classmethod
     def of_source(cls, model: PreTrainedModel) -> StoredTensors | None:

@@ -20,7 +20,7 @@ from sparsellm.checkpoints.files import SHARDS
 from sparsellm.checkpoints.headers import FLOATS, locate_all, read_headers
 from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.checkpoints.stored_form import is_computed
-from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, equal_stored, index_tensors
+from sparsellm.checkpoints.tensor_index import TensorLocation, equal_stored, index_tensors
 from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel, first_line, plural
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.texts.json_files import read_json
@@ -196,10 +196,7 @@ def check_tensors(
         raise BadCheckpoint(
             f"{name}: a model built from config.json would compute {computed:,} numbers at its start. Check its fields."
         )
-    try:
-        locations, _, _ = index_tensors(files, model)
-    except NotStreamable:
-        return True
+    locations, _, _ = index_tensors(files, model)
     state = model.state_dict()
     joined = next(
         (key for key in state if key not in locations and re.search(r"\.experts\.(gate_up_proj|down_proj)$", key)), None

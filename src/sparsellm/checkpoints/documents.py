@@ -32,9 +32,6 @@ MODULES = "modules.json"
 """Lists the modules of a sentence-transformers model, whose folders belong to the model with their weights."""
 
 TRAINING_FILES = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)\b.*", re.IGNORECASE)
-INDEXES = {Path(name.removesuffix(".index.json")).suffix: (name,) for name in SHARDS if name.endswith(".index.json")}
-"""The index of several weight files, by their suffix."""
-
 INDEX = re.compile(r"\.(safetensors|bin)\.index(\..+)?\.json$")
 ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
 
@@ -76,7 +73,8 @@ def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, writ
     """
     result = DocumentFiles()
     modules = _modules(folder)
-    own = {*weights, *(folder / name for name in (*INDEXES.get(next(iter(weights)).suffix, ()), CONFIG_FILE, *written))}
+    index = SHARDS[1] if next(iter(weights)).suffix == ".safetensors" else SHARDS[3]
+    own = {*weights, *(folder / name for name in (index, CONFIG_FILE, *written))}
     for file in _files(folder):
         name = file.relative_to(folder)
         if file in own:

@@ -150,6 +150,12 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
         raise Unreachable(f"There is no folder {name}, and the hub cannot be reached ({first_line(error)}). {advice}") from None
 
 
+def file_stamp(file: Path) -> tuple[int, int]:
+    """Size and time of modification of a file, in bytes and nanoseconds, which tell that it was changed."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def check_files(name: str, folder: Path) -> list[Path]:
     """Return the weight files.
 
@@ -204,16 +210,21 @@ def _check_pointer(name: str, file: Path) -> None:
 
 
 def _check_link(name: str, file: Path, folder: Path) -> None:
-    """Raise BadCheckpoint for a link to a file that is neither in a folder nor in the hub cache's blobs of that folder."""
+    """Raise BadCheckpoint for a file that is not `within` its folder."""
+    if not within(file, folder):
+        raise BadCheckpoint(
+            f"{name}: {file.name} is a link to {os.path.realpath(file)}, outside the folder. "
+            "Put a copy of the file in its place, or name the folder that holds the files."
+        )
+
+
+def within(file: Path, folder: Path) -> bool:
+    """Whether a file is in a folder or, as a link in a snapshot of the hub's cache, in the blobs of its repository."""
     target = Path(os.path.realpath(file))  # of a link to itself `Path.resolve` raises an error, as the version of Python has it
     resolved = folder.resolve()
     is_snapshot = resolved.parent.name == "snapshots" and resolved.parents[1].name.startswith("models--")
     parents = (resolved, resolved.parents[1] / "blobs") if is_snapshot else (resolved,)
-    if not any(target.is_relative_to(parent) for parent in parents):
-        raise BadCheckpoint(
-            f"{name}: {file.name} is a link to {target}, outside the folder. "
-            "Put a copy of the file in its place, or name the folder that holds the files."
-        )
+    return any(target.is_relative_to(parent) for parent in parents)
 
 
 def _shards(name: str, index: Path) -> list[Path]:

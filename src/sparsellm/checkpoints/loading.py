@@ -40,12 +40,12 @@ from sparsellm.checkpoints.files import (
     is_hub_name,
     short_name,
 )
-from sparsellm.checkpoints.headers import check_dtypes, found_weights, read_headers
+from sparsellm.checkpoints.headers import FLOATS, check_dtypes, found_weights, read_headers
 from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.checkpoints.readers import TensorHeader, is_lossless, reader_of
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stamps import Stamps
-from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
+from sparsellm.checkpoints.tensor_index import read_all
 from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, checkpoint_errors, dtype_name, first_line
 from sparsellm.models.loaded_model import check_in_memory, check_is_model
@@ -102,11 +102,14 @@ class Checkpoint:
         return check_files(self.name, self.folder)
 
     def dtype(self, name: str = "auto") -> torch.dtype:
-        """Return the dtype to load in: that of the name; for "auto" that of the configuration or else of the weight files."""
+        """Return the dtype to load in: that of the name; for "auto" that of the configuration, or else of the first tensor."""
         dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name)
         if dtype is None and (found := found_weights(self.folder)) and found.dtype:
             dtype = getattr(torch, found.dtype)
-        return dtype if isinstance(dtype, torch.dtype) else stored_dtype(self.files()[0])
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        floats = [header.dtype for header in read_headers(self.files()[0]).values() if header.dtype in FLOATS]
+        return getattr(torch, (floats or ["float32"])[0])  # type: ignore[no-any-return]
 
     def stream(
         self, dtype: str = "auto", device: torch.device | str = "cpu", prefetch: bool = False
@@ -347,17 +350,12 @@ def context_length(config: PretrainedConfig) -> int:
 def read_unmapped() -> Iterator[None]:
     """Have transformers read weights into memory within the context, as this package does, instead of mapping their files.
 
-    A mapped file that another program writes to changes the loaded model, and one that is cut off ends the process. Versions
-    of transformers and safetensors without that choice map files all the same.
+    A mapped file that another program writes to changes the loaded model, and one that is cut off ends the process.
     """
     from transformers import modeling_utils
 
     opened = modeling_utils.safe_open
-
-    def read(*arguments: Any, **keywords: Any) -> Any:
-        return opened(*arguments, **keywords | ({"backend": "pread"} if "backend" in keywords else {}))
-
-    modeling_utils.safe_open = read
+    modeling_utils.safe_open = lambda *arguments, **keywords: opened(*arguments, **keywords | {"backend": "pread"})
     try:
         yield
     finally:

@@ -56,12 +56,6 @@ OF_THE_MACHINE = fields_with(RunFields, "machine")
 WEIGHT_ENDINGS = (".safetensors", ".bin")
 """Endings of the names of weight files."""
 
-WHOLE_TEXT_BYTES = 2**30
-"""Bytes of a text that are digested as a whole, in about a second. Of a longer one, `PIECES` pieces of `DIGESTED_BYTES` bytes
-are."""
-
-PIECES, DIGESTED_BYTES = 256, 2**16
-
 
 def environment(device: torch.device) -> dict[str, str]:
     """Versions and machine properties that a result may depend on."""
@@ -117,24 +111,17 @@ def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
     return result
 
 
-def contents(file: Path, whole: bool = True) -> str:
-    """Size and SHA-256 digest of a file, or of evenly spaced pieces of it, as text; cached until the file changes."""
+def contents(file: Path) -> str:
+    """Size and SHA-256 digest of a file, as text; cached until the file changes."""
     stat = file.stat()
-    digest = _digest(file, whole, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
-    return f"{stat.st_size:,} bytes, {'SHA-256' if whole else 'pieces'} {digest}"
+    return f"{stat.st_size:,} bytes, SHA-256 {_digest(file, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)}"
 
 
 @lru_cache(maxsize=4096)
-def _digest(file: Path, whole: bool, size: int, *_: int) -> str:
+def _digest(file: Path, *_: int) -> str:
     """SHA-256 digest of a file. The further arguments are the cache key; programs cannot set the change time (ctime)."""
     with file.open("rb") as stream:
-        if whole:
-            return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
-        digest = hashlib.sha256()
-        for number in range(PIECES):  # the first and the last bytes among them
-            stream.seek(number * max(0, size - DIGESTED_BYTES) // (PIECES - 1))
-            digest.update(stream.read(DIGESTED_BYTES))
-    return digest.hexdigest()[:32]
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
 
 
 class OtherContents(CannotResume):
@@ -200,8 +187,7 @@ def text_contents(name: str) -> dict[str, str]:
         return {}
     if name in NAMES or not files:
         return {}
-    whole = sum(file.stat().st_size for file in files) <= WHOLE_TEXT_BYTES
-    return {str(file.relative_to(path.parent)): contents(file, whole) for file in files}
+    return {str(file.relative_to(path.parent)): contents(file) for file in files}
 
 
 def changed_input(recorded: Inputs, current: Inputs, endings: str | tuple[str, ...] = "") -> str:

@@ -225,14 +225,6 @@ def _was_replaced(folder: Path) -> bool:
     return folder.is_dir() and all(path.is_dir() for path in folder.rglob("*"))
 
 
-def _moved_aside(path: Path) -> Path:
-    """Move a locked output to a random name, which it holds; return its new path."""
-    old = aside(path)
-    (path / WORK / REPLACED).write_bytes(old.name.encode())
-    path.rename(old)
-    return old
-
-
 def _remove_replaced(folder: Path) -> None:
     """Remove a replaced output, last the file that says what it is, so that the next process can go on."""
     work = folder / WORK
@@ -265,7 +257,9 @@ def replacing(path: Path) -> Iterator[Path]:
         export.mkdir()
         try:
             yield export
-            old = _moved_aside(path)
+            old = aside(path)
+            (path / WORK / REPLACED).write_bytes(old.name.encode())
+            path.rename(old)
             try:
                 (old / WORK / EXPORT).rename(path)
             except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import DiskWeights, tied_names
 from sparsellm.checkpoints.comparison import StoredTensors, compare, layers_by_parameter
-from sparsellm.checkpoints.files import REPORT, UNFINISHED, WORK
+from sparsellm.checkpoints.files import REPORT, UNFINISHED, WORK, within
 from sparsellm.checkpoints.headers import read_headers, stored_weights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_source
 from sparsellm.checkpoints.side_files import formats_of
@@ -147,7 +146,7 @@ def verify(
                 raise_if_any(output, differences)
                 dense_tensors = None
                 break
-    differences, converted = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    differences, converted = _layer_differences(model, written, dense_tensors, report)
     if converted and not report.dtype_changed:
         differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
     raise_if_any(output, differences)
@@ -178,9 +177,7 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
         if not bit_identical(held, tensor.to(held.dtype)):  # the class may convert tensors
             differences.append(f"{key} has other values than in memory")
     raise_if_any("The written checkpoint", differences)
-    layers = {layer.name: layer for layer in report.layers}
-    dense_tensors = None if dense is None else StoredTensors(dense, model)
-    differences, _ = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    differences, _ = _layer_differences(model, written, None if dense is None else StoredTensors(dense, model), report)
     raise_if_any("The written checkpoint", differences)
 
 
@@ -280,12 +277,7 @@ def _file_differences(output: Output) -> list[str]:
 
 
 def _layer_differences(
-    model: PreTrainedModel,
-    tensors: StoredTensors,
-    dense: StoredTensors | None,
-    *,
-    layers: Mapping[str, LayerResult],
-    changed: set[str],
+    model: PreTrainedModel, tensors: StoredTensors, dense: StoredTensors | None, report: Report
 ) -> tuple[list[str], list[str]]:
     """Differences between pruned layers and their report, and between other tensors and the dense model's, if given.
 
@@ -295,7 +287,8 @@ def _layer_differences(
     differences: list[str] = []
     converted: list[str] = []
     rounded = formats_of(tensors.files)
-    skipped, missing = changed | rounded.keys(), dict(layers)
+    layers = {layer.name: layer for layer in report.layers}
+    skipped, missing = report.changed_parameters | rounded.keys(), dict(layers)
     for key, pairs in layers_by_parameter(model, layers).items():
         pruned = [full_name for block, name in pairs if (full_name := block.full_name(name)) in layers]
         if not pruned:
@@ -407,7 +400,7 @@ def read_output(folder: Path) -> Output:
     report, content = read_report(file)
     if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
-    if foreign := [name for name in report.files if not _is_within(folder, name)]:
+    if foreign := [name for name in report.files if not (is_path(name) and within(folder / name, folder))]:
         raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
     return Output(folder, report, report.digests, content)
 
@@ -448,11 +441,3 @@ def foreign_file(folder: Path, kept: Collection[str]) -> str:
         return f"{foreign[0]}, which sparsellm did not write"
     changed = output.changed_files()
     return f"{changed[0]}, which was changed since" if changed else ""
-
-
-def _is_within(folder: Path, name: str) -> bool:
-    """Whether a file is in a folder, or is a link into the `blobs` of the hub's cache."""
-    if not is_path(name):
-        return False
-    file, root = (Path(os.path.realpath(path)) for path in (folder / name, folder))  # a link to itself is no error
-    return file.is_relative_to(root) or file.is_relative_to(root.parent.parent / "blobs")

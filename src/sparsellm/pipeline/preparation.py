@@ -21,7 +21,6 @@ from sparsellm.observers.events import OPENING, READING_TEXTS, Note, Observer, a
 from sparsellm.outputs.folder import ANEW, LOG
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.verification import report_before
-from sparsellm.outputs.zeros_before import note_before
 from sparsellm.pipeline.cached_allocation import rule_of
 from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.loading import OpenedModel, check_names, open_model
@@ -165,7 +164,7 @@ def read_texts(
         report.dtype_changed = bool(before and before.dtype_changed) or form.changes(source.dtype(recipe.dtype))
         for text in _source_notes(form, source, recipe.dtype):
             add_note(text, report, observer)
-        for text in note_before(recipe, before.totals) if before else ():
+        if before and (text := before.note_before(recipe)):
             observer(Note(text))  # the report says what became of the zeros
     prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, source.length)
