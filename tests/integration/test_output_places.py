@@ -15,8 +15,8 @@ from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.errors import OutputExists
 from sparsellm.extensions.integers import compressed_export
 from sparsellm.extensions.packed import packing
-from sparsellm.outputs import lock as output_lock
-from sparsellm.outputs import saving, work_directory
+from sparsellm.outputs import folder as output_folder
+from sparsellm.outputs import journal, saving
 from sparsellm.pipeline import several
 from tests.conftest import long_unless
 
@@ -110,7 +110,7 @@ def test_what_another_command_finishes_meanwhile_is_not_replaced(
 ) -> None:
     """The output is free when a command checks it, and finished by another one when the command locks it."""
     out = tmp_path / "out"
-    locked = output_lock.locked
+    locked = output_folder.locked
 
     @contextmanager
     def finished_before(path: str | Path) -> Iterator[Path]:
@@ -119,7 +119,7 @@ def test_what_another_command_finishes_meanwhile_is_not_replaced(
         with locked(path) as folder:
             yield folder
 
-    for module in (saving, compressed_export, packing, several, work_directory):
+    for module in (saving, compressed_export, packing, several, journal):
         monkeypatch.setattr(module, "locked", finished_before, raising=False)
     refused = command(*(word for word in words(name, made, out) if word not in ("--overwrite", "--restart")))
     message = " ".join(refused.stderr.split())

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
+from sparsellm.checkpoints.files import ADAPTER, ADAPTER_CONFIG, SHARDS, WEIGHTS
 from sparsellm.errors import BadCheckpoint, dtype_name
 from sparsellm.texts.json_files import BOM, read_json
 
@@ -33,7 +33,6 @@ MODULES = "modules.json"
 
 TRAINING_FILES = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)\b.*", re.IGNORECASE)
 INDEX = re.compile(r"\.(safetensors|bin)\.index(\..+)?\.json$")
-ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsellm.checkpoints.remarks import remark
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_line, printable
 from sparsellm.texts import demo
 from sparsellm.texts.json_files import IS_POINTER, LFS_POINTER, is_path, read_json
@@ -38,6 +39,9 @@ UNFINISHED = "is unfinished. Finish it first: resume the run that writes it."
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes an adapter of PEFT, which transformers would load with a model or in its place."""
+
+ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
+"""Names of the files of an adapter."""
 
 TERMS = ("license", "license_name", "license_link", "language")
 """Fields of a model card that apply to derived models too."""
@@ -99,7 +103,9 @@ def short_name(name: str) -> str:
 
 
 def find_checkpoint(name: str, revision: str | None = None, with_code: bool = False) -> Path:
-    """Return the folder of a checkpoint, after downloading it if `name` is a hub name.
+    """Return the folder of a checkpoint, whose files may be read, after downloading it if `name` is a hub name.
+
+    An adapter beside the weights is not read, which a remark tells; transformers would load it where PEFT is installed.
 
     Args:
         name: A folder, a bundled model such as "demo:opt", or a hub name.
@@ -108,23 +114,30 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
 
     Raises:
         InvalidSetting: `revision` is set for a local checkpoint.
-        BadCheckpoint: There is no such folder or model, or it is an unfinished output.
+        BadCheckpoint: There is no such folder or model, it is an unfinished output, or as `check_within`.
         Unreachable: The hub cannot be reached.
     """
     if revision is not None and (name.startswith(DEMO) or local_path(name).exists()):
         raise InvalidSetting(f"`revision` goes with a hub name, got {revision!r} for {name}, which is local. Leave it out.")
     if name.startswith(DEMO):
-        return demo.model_path(name.removeprefix(DEMO))
-    path = local_path(name)
-    if path.is_dir():
-        if is_begun(path):
-            raise BadCheckpoint(f"{name} {UNFINISHED}")
-        return path
-    if not is_hub_name(name):
-        raise BadCheckpoint(
-            f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
+        return demo.model_path(name.removeprefix(DEMO))  # installers may link the files of a package
+    folder = local_path(name)
+    if is_begun(folder):
+        raise BadCheckpoint(f"{name} {UNFINISHED}")
+    if not folder.is_dir():
+        if not is_hub_name(name):
+            raise BadCheckpoint(
+                f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
+            )
+        folder = _download(name, revision, with_code)
+    check_within(name, folder)
+    if files := sorted(file.name for file in folder.iterdir() if ADAPTER.fullmatch(file.name)):
+        remark(
+            f"{short_name(name)} has an adapter beside its weights ({', '.join(files)}), which is neither loaded nor copied. "
+            "To have it in the model, merge it first: PEFT's merge_and_unload",
+            (folder.resolve(), "adapter"),
         )
-    return _download(name, revision, with_code)
+    return folder
 
 
 def _download(name: str, revision: str | None, with_code: bool) -> Path:

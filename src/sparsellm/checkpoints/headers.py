@@ -47,6 +47,7 @@ KINDS = {
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 """Dtypes of weights that can be pruned."""
 
+
 ZIP = b"PK\x03\x04"
 """First bytes of a .bin file since torch 1.6."""
 
@@ -60,9 +61,14 @@ def read_headers(file: Path, decoded: bool = True) -> dict[str, TensorHeader]:
     Raises:
         BadCheckpoint: The file is damaged, truncated, or holds more than tensors.
     """
-    if file.suffix == ".safetensors":
-        return _safetensors_headers(file, decoded)
-    return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
+    if file.suffix != ".safetensors":
+        return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
+    headers, found = _stored_headers(file)[0], found_weights(file.parent)
+    if found is None or not (decoded or found.lossless):
+        return headers
+    weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in found.weights.get(file, {}).items()}
+    plain = {key: header for key, header in headers.items() if key not in found.hidden and key not in weights}
+    return dict(sorted((weights | plain).items()))
 
 
 def check_dtypes(name: str, headers: Mapping[str, TensorHeader], *, packed: bool = False) -> None:
@@ -181,16 +187,6 @@ def _locate_tensors(file: Path, _: tuple[int, int]) -> dict[str, tuple[TensorHea
         key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
         for key, entry in entries.items()
     }
-
-
-def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors of a safetensors file, with weights of another form in place of their parts."""
-    headers, found = _stored_headers(file)[0], found_weights(file.parent)
-    if found is None or not (decoded or found.lossless):
-        return headers
-    weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in found.weights.get(file, {}).items()}
-    plain = {key: header for key, header in headers.items() if key not in found.hidden and key not in weights}
-    return dict(sorted((weights | plain).items()))
 
 
 def _stored_headers(file: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:

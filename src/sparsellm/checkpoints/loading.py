@@ -24,18 +24,15 @@ from sparsellm.checkpoints.configuration import (
     silence_transformers,
 )
 from sparsellm.checkpoints.documents import (
-    ADAPTER,
     DocumentFiles,
     documents_of,
     folder_for_transformers,
     without_quantization,
 )
 from sparsellm.checkpoints.files import (
-    DEMO,
     Origin,
     card_terms,
     check_files,
-    check_within,
     find_checkpoint,
     is_hub_name,
     short_name,
@@ -254,29 +251,6 @@ class InMemoryModel:
         return self.own_tokenizer
 
 
-def open_folder(name: str, revision: str | None = None, with_code: bool = False) -> Path:
-    """Return the folder of a checkpoint, whose files may be read.
-
-    Args:
-        name: A folder, a bundled model such as "demo:opt", or a hub name.
-        revision: Branch, tag or commit of a hub name.
-        with_code: Whether to download Python files too.
-
-    Raises:
-        SparseLLMError: As `find_checkpoint` and `check_within`.
-    """
-    folder = find_checkpoint(name, revision, with_code)
-    if not name.startswith(DEMO):  # installers may link the files of a package
-        check_within(name, folder)
-    if files := sorted(file.name for file in folder.iterdir() if ADAPTER.fullmatch(file.name)):  # which PEFT would load
-        remark(
-            f"{short_name(name)} has an adapter beside its weights ({', '.join(files)}), which is neither loaded nor copied. "
-            "To have it in the model, merge it first: PEFT's merge_and_unload",
-            (folder.resolve(), "adapter"),
-        )
-    return folder
-
-
 def open_checkpoint(name: str, revision: str | None = None, trusted: bool = False, *, packed: bool = False) -> Checkpoint:
     """Open a checkpoint, and check its configuration and the headers of its weight files. The weights are not read.
 
@@ -290,7 +264,7 @@ def open_checkpoint(name: str, revision: str | None = None, trusted: bool = Fals
         Unreachable: The hub cannot be reached.
         UnsupportedModel: The model cannot be pruned.
     """
-    folder = open_folder(name, revision, trusted)
+    folder = find_checkpoint(name, revision, trusted)
     fields = read_config(name, folder)
     reader = reader_of(name, fields)
     is_packed = reader is not None and reader.lossless

@@ -218,20 +218,16 @@ def check_kept(folder: Path, recipe: RunRecipe) -> None:
     if changed:
         difference = f"its `{changed}` was {stored[changed]!r}, and is now {settings[changed]!r}"
     else:
-        difference = changed_input(output.report.inputs, names.keys(current_inputs(recipe)))
+        current: Inputs = {}  # of a model that cannot be opened any more
+        with suppress(SparseLLMError):
+            current = run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
+        difference = changed_input(output.report.inputs, names.keys(current))
     if difference:
         advice = "or `restart=True` and `overwrite=True` to start over"
         if changed in NOT_DECISIVE:
             advice = f"and measure {folder} with sparsellm evaluate: its weights do not depend on this"
         message = f"{folder} is finished, but not of this run: {difference}. Pass the original settings and files, {advice}."
         raise OtherContents(message)
-
-
-def current_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
-    """The inputs of a recipe as they are now; empty if its model cannot be opened any more."""
-    with suppress(SparseLLMError):
-        return run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
-    return {}
 
 
 def _local_names(recipe: RunRecipe) -> Iterator[str]:

@@ -68,11 +68,6 @@ def check_name(output: str | Path, path: Path) -> None:
         raise
 
 
-def is_empty(path: Path) -> bool:
-    """Whether a path is a folder without anything in it, as a process leaves that is killed as soon as it made it."""
-    return path.is_dir() and not any(path.iterdir())
-
-
 def is_finished(output: str | Path) -> bool:
     """Whether a run wrote this folder completely."""
     path = local_path(output)

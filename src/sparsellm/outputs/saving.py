@@ -35,7 +35,6 @@ from sparsellm.outputs.folder import (
     files_outside_work,
     first_link,
     free_disk,
-    is_empty,
     locked,
     not_moved,
     recover_output,
@@ -169,7 +168,8 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         )
     recover_output(path)
     with not_moved(path):
-        is_free = not path.exists() or is_empty(path) or ((path / WORK).is_dir() and not files_outside_work(path))
+        is_empty = path.is_dir() and not any(path.iterdir())  # as a process leaves it that is killed as soon as it made it
+        is_free = not path.exists() or is_empty or ((path / WORK).is_dir() and not files_outside_work(path))
     if not overwrite and not is_free:
         raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
     parent = check_place(output, path)
