@@ -28,6 +28,7 @@ from sparsellm.checkpoints.headers import (
     read_pickle,
     stored_weights,
 )
+from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.errors import BadCheckpoint
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite, count_negative_zeros, count_zeros
@@ -282,34 +283,20 @@ DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class TensorDigest:
-    """Digest of a stored tensor.
+class TensorDigest(TensorHeader):
+    """Header and digest of a stored tensor.
 
     Attributes:
-        dtype: Name of its dtype, such as "float32".
         digest: BLAKE2b digest of its bytes, in hexadecimal digits.
         finite: Whether it holds neither NaN nor infinity.
         zeros: Number of its zeros.
         negative_zeros: How many of them are -0.0.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     digest: str
     finite: bool
     zeros: int
     negative_zeros: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return self.numel * dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a report."""

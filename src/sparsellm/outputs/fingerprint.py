@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ from sparsellm.texts.padding import token_digest
 from sparsellm.texts.paths import is_task_file, local_path
 from sparsellm.texts.texts import NAMES, check_text
 
-Value = TypeVar("Value")
-
 NOT_DECISIVE = fields_with(RunFields, "memory", "measured")
 """Recipe fields that may differ on resume, since they do not change the weights."""
 
@@ -45,7 +43,6 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 
 DIGEST_THREADS = 8
 """Most files to digest in parallel: one thread cannot saturate a fast disk."""
-
 
 Inputs = Mapping[str, Mapping[str, str]]
 """The files that a run read: by the name in its recipe, their contents as `contents` describes them."""

@@ -43,7 +43,6 @@ NOT_PRUNED = "not pruned by sparsellm"
 """The state of a model that was packed or exported and that no run has pruned: its report has no blocks."""
 
 When = Literal["dense", "pruned"]
-WHEN: tuple[When, ...] = ("dense", "pruned")
 
 Perplexities = dict[str, dict[When, Perplexity]]
 Accuracies = dict[str, dict[When, Accuracy]]
