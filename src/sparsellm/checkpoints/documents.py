@@ -1,4 +1,4 @@
-"""The files of a checkpoint besides its weights: which go along to outputs, and config.json with fields changed."""
+"""The files of a checkpoint besides its weights: which go along to outputs, and config.json with one field changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from json.decoder import JSONDecoder
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -171,32 +172,84 @@ def folder_for_transformers(folder: Path) -> Iterator[Path]:
 # ---- config.json
 
 
-def without_quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
+def members(text: str) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each member of a JSON object: its name, where it begins, where its value begins, and where that ends."""
+    decoder, at = JSONDecoder(), _skip(text, 0) + 1
+    while text[at := _skip(text, at)] != "}":
+        start = at
+        name, at = decoder.raw_decode(text, at)
+        value = _skip(text, _skip(text, at) + 1)
+        _, at = decoder.raw_decode(text, value)
+        yield name, start, value, at
+        at = _skip(text, at)
+        at += text[at] == ","
+
+
+def _skip(text: str, at: int) -> int:
+    """The position of the next character that is no white space."""
+    while text[at].isspace():
+        at += 1
+    return at
+
+
+def with_member(text: str, name: str, value: Any) -> str:
+    """Add a member at the end of a JSON object, or replace it where it stands, and keep every other byte."""
+    found = {key: (start, end) for key, _, start, end in members(text)}
+    written = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+    if name in found:
+        start, end = found[name]
+        return f"{text[:start]}{written}{text[end:]}"
+    end = max((end for _, end in found.values()), default=text.index("{") + 1)
+    return f"{text[:end]}{',' if found else ''}\n  {json.dumps(name)}: {written}{text[end:]}"
+
+
+def without_member(text: str, name: str) -> str:
+    """Remove a member of a JSON object with the comma and the white space before it: the reverse of `with_member`."""
+    before = text.index("{") + 1
+    for key, start, _, end in members(text):
+        if key == name:
+            after = _skip(text, end)
+            if before == text.index("{") + 1 and text[after] == ",":  # the first of several: the comma behind it goes
+                return f"{text[:start]}{text[_skip(text, after + 1) :]}"
+            return f"{text[:before]}{text[end:]}"
+        before = end
+    return text
+
+
+def without_quantization(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json without those on how the weights are packed or quantized."""
     text = fields.get("text_config")
     inner = {"text_config": without_quantization(text)} if isinstance(text, dict) else {}
-    return {key: value for key, value in {**fields, **inner}.items() if key not in QUANTIZATION_KEYS}
+    return {key: value for key, value in (fields | inner).items() if key not in QUANTIZATION_KEYS}
 
 
-def with_dtype(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Set every dtype in a configuration, under the names that are there, or add the one that its transformers reads."""
-
-    def changed(part: Mapping[str, Any]) -> dict[str, Any]:
-        inner = {key: changed(value) for key, value in part.items() if isinstance(value, dict)}
-        return {**part, **inner} | dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), dtype_name(dtype))
-
-    if (found := changed(fields)) != fields:
-        return found
-    major = str(fields.get("transformers_version")).split(".")[0]
-    return {**fields, "torch_dtype" if major.isdecimal() and int(major) < 5 else "dtype": dtype_name(dtype)}
+def plain_config(text: str) -> str:
+    """Remove what a configuration says of how the weights are quantized."""
+    inner = json.loads(text).get("text_config")
+    for key in QUANTIZATION_KEYS:
+        text = without_member(text, key)
+        if isinstance(inner, dict) and key in inner:
+            del inner[key]
+            text = with_member(text, "text_config", inner)
+    return text
 
 
-def write_config(folder: Path, target: Path, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
-    """Write config.json as it is in a folder, or with changed fields, which transformers' two spaces then indent.
+def with_dtype(text: str, dtype: torch.dtype) -> str:
+    """Set every dtype in a configuration, in the spelling that is there, or add the one that its transformers reads."""
+    name = dtype_name(dtype)
+    changed, count = re.subn(r'("(?:torch_)?dtype"\s*:\s*)(?:"[^"]*"|null)', rf'\g<1>"{name}"', text)
+    if count:
+        return changed
+    version = json.loads(text).get("transformers_version")
+    is_old = isinstance(version, str) and version.split(".")[0].isdecimal() and int(version.split(".")[0]) < 5
+    return with_member(text, "torch_dtype" if is_old else "dtype", name)
 
-    It has no byte-order mark, which transformers does not read, and is without paths, as `without_paths`.
-    """
-    content, fields = (folder / CONFIG_FILE).read_bytes().removeprefix(BOM), read_json(folder / CONFIG_FILE, BadCheckpoint)
-    if (changed := change(fields)) != fields:
-        content = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
-    (target / CONFIG_FILE).write_bytes(without_paths(content))
+
+def read_config_text(folder: Path) -> str:
+    """Read config.json as it is, without a byte-order mark, which transformers does not read."""
+    return (folder / CONFIG_FILE).read_bytes().removeprefix(BOM).decode("utf-8")
+
+
+def write_config(target: Path, text: str) -> None:
+    """Write config.json with the line breaks of the text, as `without_paths` gives it."""
+    (target / CONFIG_FILE).write_bytes(without_paths(text.encode("utf-8")))

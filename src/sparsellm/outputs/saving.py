@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
-from sparsellm.checkpoints.documents import copy_documents, with_dtype, without_quantization, write_config
+from sparsellm.checkpoints.documents import copy_documents, plain_config, read_config_text, with_dtype, write_config
 from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.checkpoints.headers import file_metadata
 from sparsellm.checkpoints.loading import Checkpoint
@@ -247,12 +247,8 @@ def write_checkpoint(source: Checkpoint, model: PreTrainedModel, weights: DiskWe
             write_shard(work / target, tensors, found)
     write_index(work, names)
     copy_documents(source.folder, source.documents((*ANEW, LOG)), work)
-
-    def changed(fields: dict[str, Any]) -> dict[str, Any]:
-        plain = without_quantization(fields) if source.quantization else fields
-        return plain if dtype is source.dtype() else with_dtype(plain, dtype)
-
-    write_config(source.folder, work, changed)
+    text = plain_config(read_config_text(source.folder)) if source.quantization else read_config_text(source.folder)
+    write_config(work, text if dtype is source.dtype() else with_dtype(text, dtype))
 
 
 def _hard_link(source: Path, target: Path) -> bool:

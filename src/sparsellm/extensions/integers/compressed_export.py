@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.comparison import layers_by_parameter
-from sparsellm.checkpoints.documents import write_config
+from sparsellm.checkpoints.documents import read_config_text, with_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored
@@ -142,7 +142,7 @@ def export(
                     zeros += _check_written(work / target, key, quantize(key, weight), weight=weight, scheme=schemes[key])
             copy_files(source, work)
             config = _quantization_config({layers[key]: scheme for key, scheme in schemes.items()}, ignored)
-            write_config(source.folder, work, lambda fields: fields | {"quantization_config": config})
+            write_config(work, with_member(read_config_text(source.folder), "quantization_config", config))
             if (source.folder / CARD).is_file():
                 _write_card(work / CARD, (source.folder / CARD).read_text(encoding="utf-8"))
             unchanged = {key: digest.to_dict() for key, digest in digests.items() if key not in layers}

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sparsellm.checkpoints.comparison import StoredTensors, layers_by_parameter
-from sparsellm.checkpoints.documents import without_quantization, write_config
+from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint, open_source
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
@@ -187,7 +187,7 @@ def pack(
             skipped = tuple(copy_files(source, work).noted)
             result = Packed(form, before, after, sizes, skipped, rounded=values is not None, output=str(packed))
             quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
-            write_config(source.folder, work, lambda fields: fields | {"quantization_config": quantization})
+            write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
             if (card := source.folder / CARD).is_file():
                 text = packed_card(card.read_text(encoding="utf-8"), result, pruned=bool(report.get("blocks")))
                 (work / CARD).write_text(text, encoding="utf-8")
@@ -249,7 +249,7 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         copy_files(source, work)
         if scales := stored_scales(source.files):
             write_scales(work, scales)
-        write_config(source.folder, work, without_quantization)
+        write_config(work, without_member(read_config_text(source.folder), "quantization_config"))
         if (source.folder / CARD).is_file():
             (work / CARD).write_text(dense_card((source.folder / CARD).read_text(encoding="utf-8")), encoding="utf-8")
         finish(work, {key: value for key, value in report.items() if key != "packing"}, recorded, difference=difference)
