@@ -165,7 +165,7 @@ def test_markdown_of_ordinary_names() -> None:
     for name in ("model.layers.0.self_attn.q_proj", "some/tiny-opt", "70 %, 2:4 (true-sequential)", "words.txt"):
         assert plain(name) == name
     assert fenced("a\n") == "```yaml\na\n```"
-    assert fenced("````", "") == "`````\n````\n`````"
+    assert fenced("````") == "`````yaml\n````\n`````"
 
 
 @extensions

@@ -359,14 +359,13 @@ def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Pa
     """Neither zeros nor the dense model tell what a kept weight should be: it is held against the memory."""
     from sparsellm.outputs import saving
 
-    written = saving._document
+    check = saving.check_written
 
-    def damaging(work: Path, *more: Any) -> Any:
-        report = written(work, *more)
+    def damaging(work: Path, *more: Any, **keywords: Any) -> None:
         CHANGES["a doubled weight"](work)
-        return report
+        check(work, *more, **keywords)
 
-    monkeypatch.setattr(saving, "_document", damaging)
+    monkeypatch.setattr(saving, "check_written", damaging)
     result = sparsellm.prune(tiny["opt"], method="magnitude")
     with pytest.raises(VerificationFailed, match="weight has other values than in memory"):
         result.save_pretrained(tmp_path / "out")

@@ -25,7 +25,7 @@ from sparsellm.extensions.studies.sweep_runner import CellFolder, saved_sweep
 from sparsellm.extensions.studies.sweep_runner import _open as save_sweep
 from sparsellm.extensions.studies.tables import table, to_markdown
 from sparsellm.models.blocks import blocks_of
-from sparsellm.outputs.inspection import inspect, planned_patterns
+from sparsellm.outputs.inspection import inspect
 from sparsellm.outputs.journal import Journal
 from sparsellm.outputs.report import load_report
 from sparsellm.outputs.verification import foreign_file, read_finished
@@ -172,7 +172,6 @@ def test_reports(copied: Path) -> None:
 
     def read() -> None:
         foreign_file(copied, {"config.json"})
-        planned_patterns(copied)
         measures(load_report(file))
         read_finished(copied)
 

@@ -82,7 +82,7 @@ def test_an_output_that_could_not_be_verified_is_refused_before_work(
 ) -> None:
     """A layer whose parameter no stored tensor becomes."""
     source = saved("llama", tiny_models, tmp_path / "dense")
-    monkeypatch.setattr("sparsellm.checkpoints.stored_form.index_tensors", lambda files, model, whole: ({}, {}, []))
+    monkeypatch.setattr("sparsellm.checkpoints.stored_form.index_tensors", lambda files, model: ({}, {}, []))
     monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(BadCheckpoint, match=r"14 weights .*model\.layers\.0\.mlp\.down_proj\.weight"):
         written(source, tmp_path / "out", "magnitude")

@@ -83,7 +83,8 @@ def test_sentencepiece_that_is_not_installed(
     bare: Path, text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text is refused with the packages and the extra; without one the model is pruned, its tokenizer byte for byte."""
-    monkeypatch.setattr("sparsellm.checkpoints.tokenizers.find_spec", lambda name: None)
+    for package in ("sentencepiece", "protobuf"):
+        monkeypatch.setattr(f"transformers.utils.is_{package}_available", lambda: False)
     (bare / "tokenizer.model").write_bytes(b"\x0a\x0e no pieces")
     needs = "is a SentencePiece model, which needs sentencepiece and protobuf: pip install 'sparsellm[sentencepiece]'"
     ran = command("prune", bare, tmp_path / "out", "--method", "wanda", "--calibration", text_file, "--sequence-length", 16)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsellm.checkpoints.headers import stored_weights
+from sparsellm.checkpoints.headers import is_zip, read_headers, stored_weights
 from sparsellm.checkpoints.tensor_index import (
     NotStreamable,
     Stored,
     TensorLocation,
     index_tensors,
-    keys_of,
     read_finite,
     read_stored,
 )
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.loaded_model import Weights
 from sparsellm.runtime import devices
 from sparsellm.runtime.memory import release_free_memory
 from sparsellm.solvers.linalg import count_zeros
@@ -35,7 +35,7 @@ Owners = tuple[tuple[nn.Module, str], ...]
 """The modules that hold a parameter or buffer, each with its name there; several if it is tied."""
 
 
-class DiskWeights:
+class DiskWeights(Weights):
     """Reads the weights of a model on the meta device from files while they are needed.
 
     A context discards its tensors at its end. A block that has been changed must be written, and its new file set with
@@ -106,7 +106,7 @@ class DiskWeights:
         file = next(location.file for location in locations.values())
         is_stored = all(location == TensorLocation(file, name) for name, location in locations.items())
         is_stored = is_stored and file.suffix == ".safetensors" and not stored_weights(file)
-        return file if is_stored and set(keys_of(file)) == set(locations) else None
+        return file if is_stored and read_headers(file).keys() == locations.keys() else None
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into CPU memory, in its stored shape and in the dtype that it has in the model."""
@@ -196,6 +196,9 @@ def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, S
     Raises:
         NotStreamable: A tensor is not in the files, or cannot be read on its own.
     """
+    files = list(files)
+    if old := [file for file in files if file.suffix != ".safetensors" and not is_zip(file)]:
+        raise NotStreamable(f"{old[0].name} has the format before torch 1.6, which cannot be read in parts")
     locations, _, model._weight_conversions = index_tensors(files, model)
     if any(type(entry).__name__ == "GroupWeightRename" for entry in model._weight_conversions):
         raise NotStreamable("the stored names of some of its tensors depend on those of others")

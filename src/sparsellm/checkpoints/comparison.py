@@ -6,7 +6,6 @@ import copy
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,15 +16,13 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import CONFIG_FILE
 from sparsellm.checkpoints.files import SHARDS, check_files, is_hub_name
-from sparsellm.checkpoints.headers import read_headers, read_pickle
-from sparsellm.checkpoints.stored_form import is_added_bias, is_computed
+from sparsellm.checkpoints.headers import read_headers
+from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import (
-    NotStreamable,
     Stored,
-    TensorLocation,
-    index_tensors,
+    bit_identical,
+    equal_stored,
     read_stored,
-    stored_row_chunks,
 )
 from sparsellm.errors import dtype_name
 from sparsellm.models.blocks import Block
@@ -39,9 +36,8 @@ if TYPE_CHECKING:
 class StoredTensors:
     """Tensors of a checkpoint, read one at a time from safetensors or `.bin` files (weights only), or of a model in memory.
 
-    Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
-    tensors of a checkpoint that cannot be read one at a time, have their names in the files. Stored buffers that the model
-    computes itself are left out, and so are biases of 0 that GPTQ added.
+    Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have have their
+    names in the files. Stored buffers that the model computes itself are left out, and so are biases of 0 that GPTQ added.
 
     Args:
         model: The model, or one on the meta device that gives the names.
@@ -55,20 +51,8 @@ class StoredTensors:
             state = sorted(model.state_dict().items())  # tied tensors once, as in files
             self.files |= {key: tensor for key, tensor in state if self._tied.get(key, key) == key}
             return
-        files = check_files(folder.name, folder)
-        try:
-            locations, unknown, _ = index_tensors(files, model)
-            headers = {file: read_headers(file) for file in files}
-            carried = {
-                key: x
-                for key, x in unknown.items()
-                if not is_computed(key, headers[x.file][key].shape) and not is_added_bias(key, x)
-            }
-            self.files |= sorted({**carried, **locations}.items())
-        except NotStreamable:
-            for file in files:
-                pickled = file.suffix != ".safetensors"
-                self.files |= read_pickle(file) if pickled else {key: TensorLocation(file, key) for key in read_headers(file)}
+        form = StoredForm.of(check_files(folder.name, folder), model)
+        self.files |= sorted({**form.carried, **form.locations}.items())
 
     @classmethod
     def of_source(cls, model: PreTrainedModel) -> StoredTensors | None:
@@ -108,11 +92,6 @@ class StoredTensors:
     def one_name(self, key: str) -> str:
         """Canonical name of a tensor: the first of its tied names, without the base model's prefix, which some files omit."""
         return self._tied.get(key, key).removeprefix("model.")
-
-    def place(self, key: str) -> TensorLocation | None:
-        """Location of a tensor that can be read in chunks of rows; None if it can only be read entirely."""
-        stored = self.files[key]
-        return stored if isinstance(stored, TensorLocation) and stored.file.suffix == ".safetensors" else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((key, self[key]) for key in self.files)
@@ -167,20 +146,8 @@ def compare(here: StoredTensors, there: StoredTensors) -> CheckpointComparison:
 
 
 def _equal_tensors(here: StoredTensors, key: str, there: StoredTensors, *, other: str) -> bool:
-    """Whether two tensors are bit-identical in the dtype of the first; read in chunks of rows if both files support it."""
-    location, other_location = here.place(key), there.place(other)
-    dtype = getattr(torch, here.dtype(key))
-    if location is None or other_location is None:
-        return bit_identical(here[key], there.read(other, dtype), as_stored=False)
-    return all(
-        rows is not None and other_rows is not None and bit_identical(rows, other_rows, as_stored=False)
-        for rows, other_rows in zip_longest(stored_row_chunks(location), stored_row_chunks(other_location, dtype))
-    )
-
-
-def bit_identical(tensor: Tensor, other: Tensor, as_stored: bool = True) -> bool:
-    """Whether two tensors have the same bits; without `as_stored`, after conversion to the first's dtype."""
-    other = other if as_stored else other.to(tensor.dtype)
-    if tensor.dtype != other.dtype or tensor.shape != other.shape:
-        return False
-    return torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    """Whether two tensors have the same bits in the dtype of the first."""
+    first, second, dtype = here.files[key], there.files[other], getattr(torch, here.dtype(key))
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return bit_identical(here[key], there.read(other, dtype).to(dtype))
+    return equal_stored(first, second, dtype)

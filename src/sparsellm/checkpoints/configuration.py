@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,12 @@ import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.documents import folder_for_transformers
-from sparsellm.checkpoints.headers import FLOATS
+from sparsellm.checkpoints.files import SHARDS
+from sparsellm.checkpoints.headers import FLOATS, locate_all, read_headers
 from sparsellm.checkpoints.readers import TensorHeader
-from sparsellm.checkpoints.tensor_index import (
-    NotStreamable,
-    Stored,
-    TensorLocation,
-    index_tensors,
-    read_stored,
-    stored_row_chunks,
-)
-from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel, first_line
+from sparsellm.checkpoints.stored_form import is_computed
+from sparsellm.checkpoints.tensor_index import TensorLocation, equal_stored, index_tensors
+from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel, first_line, plural
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.texts.json_files import read_json
 
@@ -52,6 +48,12 @@ NO_SIZE = re.compile(
 
 ROOM = 2**28
 """Elements of buffers, such as position tables, that a model may compute beyond its number of weights."""
+
+SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+"""Fields that have another name in some families. Aliases of other fields have a meaning of their own in some checkpoints."""
+
+ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+"""Older names of types of position embeddings."""
 
 
 def read_config(name: str, folder: Path) -> dict[str, Any]:
@@ -106,6 +108,9 @@ def read_configuration(
         raise UnsupportedModel(
             f"The installed transformers {version('transformers')} has no models of type {family!r}: {_error_text(error)}."
         ) from None
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)  # of weights that are decoded when they are read
+    check_fields(name, fields, config)
     return config
 
 
@@ -191,10 +196,7 @@ def check_tensors(
         raise BadCheckpoint(
             f"{name}: a model built from config.json would compute {computed:,} numbers at its start. Check its fields."
         )
-    try:
-        locations, _, _ = index_tensors(files, model)
-    except NotStreamable:
-        return True
+    locations, _, _ = index_tensors(files, model)
     state = model.state_dict()
     joined = next(
         (key for key in state if key not in locations and re.search(r"\.experts\.(gate_up_proj|down_proj)$", key)), None
@@ -214,7 +216,7 @@ def check_tensors(
     first: dict[str, str] = {}
     for key, tied_name in tied_names(model).items():
         other = first.setdefault(tied_name, key) if key in locations else key
-        if other != key and not _equal(locations[other], locations[key]):
+        if other != key and not equal_stored(locations[other], locations[key]):
             if not any(part.get("tie_word_embeddings") for _, part in config_parts(fields)):
                 return False
             raise BadCheckpoint(
@@ -241,19 +243,6 @@ def _check_dtypes(name: str, fields: Mapping[str, Any]) -> None:
                 f"{name}: config.json says {where}{field} {str(part[field])[:80]!r}, which no weights are loaded in. "
                 f"Write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, or remove the field: the weight files then decide."
             )
-
-
-def _equal(first: Stored, second: Stored) -> bool:
-    """Return whether two stored tensors are equal, compared in chunks of rows if both are in safetensors files."""
-    if (
-        isinstance(first, TensorLocation)
-        and isinstance(second, TensorLocation)
-        and first.file.suffix == second.file.suffix == ".safetensors"
-    ):
-        pairs = zip(stored_row_chunks(first), stored_row_chunks(second), strict=True)
-    else:
-        pairs = zip((read_stored(first),), (read_stored(second),), strict=True)
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 @contextmanager
@@ -331,3 +320,109 @@ def _error_text(error: Exception) -> str:
     """Return an error's first line, preceded by its class unless the text is meaningful without it."""
     text = first_line(error)[:300]
     return text if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: {text}"
+
+
+# ---- Checkpoints that say two things of the same, of which one program reads the one and another program the other. Other
+# fields and files count in the order in which transformers reads them, as docs/deploying.md lists.
+
+
+def check_fields(name: str, fields: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Raise BadCheckpoint if config.json has a field twice, by its name of today and an older one, with different values.
+
+    Args:
+        fields: The fields of config.json.
+        config: The configuration that transformers makes of them.
+    """
+    for where, part in config_parts(fields):
+        of = reduce(lambda outer, key: getattr(outer, key, None), where.split(".")[:-1], config)
+        for first, second in _doubles(part, of):
+            if first[1] != second[1]:
+                (one, value), (other, different) = first, second
+                raise BadCheckpoint(
+                    f"{name}: config.json says {where}{one} {value!r} and {where}{other} {different!r}, two names of the same, "
+                    "and programs differ in which one they read. Remove the wrong one."
+                )
+    _check_class(name, fields)
+
+
+def _doubles(part: Mapping[str, Any], config: Any) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Pairs of fields that are two names of the same, with their values; fields without a value are left out."""
+    given = {key: value for key, value in part.items() if value is not None}
+    if "dtype" in given and "torch_dtype" in given:
+        yield ("dtype", str(given["dtype"]).split(".")[-1]), ("torch_dtype", str(given["torch_dtype"]).split(".")[-1])
+    aliases = getattr(config, "attribute_map", {})
+    for old in SIZES:
+        new = aliases.get(old, "encoder")
+        if not new.startswith("encoder") and old in given and new in given:
+            yield (old, given[old]), (new, given[new])
+    positions = given.get("rope_parameters")
+    if not isinstance(positions, dict) or any(isinstance(value, dict) for value in positions.values()):
+        return  # by kind of layer
+    positions = {"rope_type": "default", **positions}
+    if "rope_theta" in given and "rope_theta" in positions:
+        yield ("rope_theta", given["rope_theta"]), ("rope_parameters.rope_theta", positions["rope_theta"])
+    scaling = given.get("rope_scaling")
+    for key, value in scaling.items() if isinstance(scaling, dict) else ():
+        today = "rope_type" if key == "type" else key
+        if today in positions and not (today == "rope_type" and ROPE_TYPES.get(value) == positions[today]):
+            yield (f"rope_scaling.{key}", value), (f"rope_parameters.{today}", positions[today])
+
+
+def _check_class(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise BadCheckpoint if the class that config.json names belongs to another type of model than it names."""
+    from transformers.models.auto import modeling_auto as tables
+
+    listed, kind = fields.get("architectures"), str(fields.get("model_type"))
+    if not isinstance(listed, list) or not listed or "auto_map" in fields:
+        return
+    types: set[str] = set()
+    for table in (tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for of, classes in table.items():
+            if listed[0] in (classes if isinstance(classes, (list, tuple)) else (classes,)):
+                types.add(of)
+    if types and not any(kind.startswith(of) or of.startswith(kind) for of in types):  # such as gemma3 and gemma3_text
+        raise BadCheckpoint(
+            f"{name}: config.json says model_type {kind!r}, and the class {listed[0]} of its architectures is that of "
+            f"{min(types)!r}: programs differ in which one they read. Correct the wrong one."
+        )
+
+
+def check_doubles(name: str, files: Sequence[Path]) -> None:
+    """Raise BadCheckpoint if two weight files hold a tensor of the same name with different values."""
+    first: dict[str, Path] = {}
+    for file in files if len(files) > 1 else ():
+        for key in read_headers(file, decoded=False):
+            other = first.setdefault(key, file)
+            if other != file and not equal_stored(TensorLocation(other, key), TensorLocation(file, key), decoded=False):
+                raise BadCheckpoint(
+                    f"{name}: {other.name} and {file.name} both hold {key}, with different values. "
+                    "Get a sound copy of the checkpoint."
+                )
+
+
+def check_index(
+    name: str, folder: Path, model: PreTrainedModel, *, files: Iterable[Path], headers: Mapping[str, TensorHeader]
+) -> None:
+    """Raise BadCheckpoint if the index of the weight files names tensors that no file holds.
+
+    An index may name a tensor that is tied to another one, of which a file need hold only one.
+    """
+    main = next(folder / shard for shard in SHARDS if (folder / shard).is_file())
+    if main.suffix != ".json":
+        return
+    stored = set(headers)
+    for file in files:
+        if file.suffix == ".safetensors":  # also the parts of packed tensors
+            stored |= set(locate_all(file))
+    tied = tied_names(model)
+    groups = {first for key, first in tied.items() if key in stored or key.partition(".")[2] in stored}  # without a prefix
+    absent = [
+        key
+        for key in read_json(main, BadCheckpoint)["weight_map"]
+        if key not in stored and tied.get(key) not in groups and not is_computed(key, ())
+    ]
+    if absent:
+        raise BadCheckpoint(
+            f"{name}: {main.name} names {plural(len(absent), 'tensor')} that its files do not hold, {absent[0]} first. "
+            "The download may be incomplete: get a sound copy of the checkpoint."
+        )

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
+from sparsellm.checkpoints.files import ADAPTER, ADAPTER_CONFIG, SHARDS, WEIGHTS
 from sparsellm.errors import BadCheckpoint, dtype_name
 from sparsellm.texts.json_files import BOM, read_json
 
@@ -33,11 +33,7 @@ MODULES = "modules.json"
 """Lists the modules of a sentence-transformers model, whose folders belong to the model with their weights."""
 
 TRAINING_FILES = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)\b.*", re.IGNORECASE)
-INDEXES = {Path(name.removesuffix(".index.json")).suffix: (name,) for name in SHARDS if name.endswith(".index.json")}
-"""The index of several weight files, by their suffix."""
-
 INDEX = re.compile(r"\.(safetensors|bin)\.index(\..+)?\.json$")
-ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
 
 
 @dataclass
@@ -77,7 +73,8 @@ def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, writ
     """
     result = DocumentFiles()
     modules = _modules(folder)
-    own = {*weights, *(folder / name for name in (*INDEXES.get(next(iter(weights)).suffix, ()), CONFIG_FILE, *written))}
+    index = SHARDS[1] if next(iter(weights)).suffix == ".safetensors" else SHARDS[3]
+    own = {*weights, *(folder / name for name in (index, CONFIG_FILE, *written))}
     for file in _files(folder):
         name = file.relative_to(folder)
         if file in own:
@@ -217,6 +214,13 @@ def without_member(text: str, name: str) -> str:
             return f"{text[:before]}{text[end:]}"
         before = end
     return text
+
+
+def without_quantization(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json without those on how the weights are packed or quantized."""
+    text = fields.get("text_config")
+    inner = {"text_config": without_quantization(text)} if isinstance(text, dict) else {}
+    return {key: value for key, value in (fields | inner).items() if key not in QUANTIZATION_KEYS}
 
 
 def plain_config(text: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsellm.checkpoints.remarks import remark
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_line, printable
 from sparsellm.texts import demo
 from sparsellm.texts.json_files import IS_POINTER, LFS_POINTER, is_path, read_json
@@ -38,6 +39,9 @@ UNFINISHED = "is unfinished. Finish it first: resume the run that writes it."
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Describes an adapter of PEFT, which transformers would load with a model or in its place."""
+
+ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
+"""Names of the files of an adapter."""
 
 TERMS = ("license", "license_name", "license_link", "language")
 """Fields of a model card that apply to derived models too."""
@@ -99,7 +103,9 @@ def short_name(name: str) -> str:
 
 
 def find_checkpoint(name: str, revision: str | None = None, with_code: bool = False) -> Path:
-    """Return the folder of a checkpoint, after downloading it if `name` is a hub name.
+    """Return the folder of a checkpoint, whose files may be read, after downloading it if `name` is a hub name.
+
+    An adapter beside the weights is not read, which a remark tells; transformers would load it where PEFT is installed.
 
     Args:
         name: A folder, a bundled model such as "demo:opt", or a hub name.
@@ -108,23 +114,30 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
 
     Raises:
         InvalidSetting: `revision` is set for a local checkpoint.
-        BadCheckpoint: There is no such folder or model, or it is an unfinished output.
+        BadCheckpoint: There is no such folder or model, it is an unfinished output, or as `check_within`.
         Unreachable: The hub cannot be reached.
     """
     if revision is not None and (name.startswith(DEMO) or local_path(name).exists()):
         raise InvalidSetting(f"`revision` goes with a hub name, got {revision!r} for {name}, which is local. Leave it out.")
     if name.startswith(DEMO):
-        return demo.model_path(name.removeprefix(DEMO))
-    path = local_path(name)
-    if path.is_dir():
-        if is_begun(path):
-            raise BadCheckpoint(f"{name} {UNFINISHED}")
-        return path
-    if not is_hub_name(name):
-        raise BadCheckpoint(
-            f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
+        return demo.model_path(name.removeprefix(DEMO))  # installers may link the files of a package
+    folder = local_path(name)
+    if is_begun(folder):
+        raise BadCheckpoint(f"{name} {UNFINISHED}")
+    if not folder.is_dir():
+        if not is_hub_name(name):
+            raise BadCheckpoint(
+                f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
+            )
+        folder = _download(name, revision, with_code)
+    check_within(name, folder)
+    if files := sorted(file.name for file in folder.iterdir() if ADAPTER.fullmatch(file.name)):
+        remark(
+            f"{short_name(name)} has an adapter beside its weights ({', '.join(files)}), which is neither loaded nor copied. "
+            "To have it in the model, merge it first: PEFT's merge_and_unload",
+            (folder.resolve(), "adapter"),
         )
-    return _download(name, revision, with_code)
+    return folder
 
 
 def _download(name: str, revision: str | None, with_code: bool) -> Path:
@@ -148,6 +161,12 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
         raise BadCheckpoint(f"{reason} {advice}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise Unreachable(f"There is no folder {name}, and the hub cannot be reached ({first_line(error)}). {advice}") from None
+
+
+def file_stamp(file: Path) -> tuple[int, int]:
+    """Size and time of modification of a file, in bytes and nanoseconds, which tell that it was changed."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def check_files(name: str, folder: Path) -> list[Path]:
@@ -204,16 +223,21 @@ def _check_pointer(name: str, file: Path) -> None:
 
 
 def _check_link(name: str, file: Path, folder: Path) -> None:
-    """Raise BadCheckpoint for a link to a file that is neither in a folder nor in the hub cache's blobs of that folder."""
+    """Raise BadCheckpoint for a file that is not `within` its folder."""
+    if not within(file, folder):
+        raise BadCheckpoint(
+            f"{name}: {file.name} is a link to {os.path.realpath(file)}, outside the folder. "
+            "Put a copy of the file in its place, or name the folder that holds the files."
+        )
+
+
+def within(file: Path, folder: Path) -> bool:
+    """Whether a file is in a folder or, as a link in a snapshot of the hub's cache, in the blobs of its repository."""
     target = Path(os.path.realpath(file))  # of a link to itself `Path.resolve` raises an error, as the version of Python has it
     resolved = folder.resolve()
     is_snapshot = resolved.parent.name == "snapshots" and resolved.parents[1].name.startswith("models--")
     parents = (resolved, resolved.parents[1] / "blobs") if is_snapshot else (resolved,)
-    if not any(target.is_relative_to(parent) for parent in parents):
-        raise BadCheckpoint(
-            f"{name}: {file.name} is a link to {target}, outside the folder. "
-            "Put a copy of the file in its place, or name the folder that holds the files."
-        )
+    return any(target.is_relative_to(parent) for parent in parents)
 
 
 def _shards(name: str, index: Path) -> list[Path]:

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsellm.checkpoints.readers import FoundWeights, StoredWeight, TensorHeader, quantization_settings, reader_of
+from sparsellm.checkpoints.files import SHARDS, file_stamp
+from sparsellm.checkpoints.readers import FoundWeights, StoredWeight, TensorHeader, reader_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel, dtype_name
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.texts.json_files import read_json
@@ -46,6 +47,7 @@ KINDS = {
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 """Dtypes of weights that can be pruned."""
 
+
 ZIP = b"PK\x03\x04"
 """First bytes of a .bin file since torch 1.6."""
 
@@ -59,14 +61,14 @@ def read_headers(file: Path, decoded: bool = True) -> dict[str, TensorHeader]:
     Raises:
         BadCheckpoint: The file is damaged, truncated, or holds more than tensors.
     """
-    if file.suffix == ".safetensors":
-        return _safetensors_headers(file, decoded)
-    return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
-
-
-def read_all_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in several files, by name."""
-    return {key: entry for file in files for key, entry in read_headers(file).items()}
+    if file.suffix != ".safetensors":
+        return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
+    headers, found = _stored_headers(file)[0], found_weights(file.parent)
+    if found is None or not (decoded or found.lossless):
+        return headers
+    weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in found.weights.get(file, {}).items()}
+    plain = {key: header for key, header in headers.items() if key not in found.hidden and key not in weights}
+    return dict(sorted((weights | plain).items()))
 
 
 def check_dtypes(name: str, headers: Mapping[str, TensorHeader], *, packed: bool = False) -> None:
@@ -128,11 +130,6 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def locate_tensor(file: Path, key: str) -> tuple[TensorHeader, int]:
-    """Return the header and the position of the first byte of a tensor in a safetensors file that was checked before."""
-    return locate_all(file)[key]
-
-
 def stored_weights(file: Path) -> Mapping[str, StoredWeight]:
     """Return the weights in a safetensors file that are stored in another form, by name."""
     found = found_weights(file.parent)
@@ -146,59 +143,41 @@ def found_weights(folder: Path) -> FoundWeights | None:
         BadCheckpoint: The tensors contradict each other or config.json.
         UnsupportedModel: The form is not read.
     """
-    config, index = folder / "config.json", folder / "model.safetensors.index.json"
-    if not config.is_file() or not _is_quantized(config, _stamp(config)):
-        return None
-    single = ("model.safetensors",)  # which transformers reads before an index
-    names = single if (folder / single[0]).is_file() or not index.is_file() else _weight_files(index, _stamp(index))
-    files = tuple(folder / name for name in names if (folder / name).is_file())
-    return _found_weights(config, files, tuple(map(_stamp, (config, *files))))
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    """Time of modification and size of a file."""
-    status = file.stat()
-    return status.st_mtime_ns, status.st_size
+    files = [folder / "config.json", folder / SHARDS[1], *sorted(folder.glob("*.safetensors"))]
+    return _found_weights(folder, tuple((file, file_stamp(file)) for file in files if file.is_file()))
 
 
 @lru_cache(maxsize=32)
-def _is_quantized(config: Path, _: tuple[int, int]) -> bool:
-    """Return whether config.json says that the weights are stored in another form."""
-    fields = read_json(config, BadCheckpoint)
-    return isinstance(fields, dict) and quantization_settings(fields) is not None
-
-
-@lru_cache(maxsize=8)
-def _weight_files(index: Path, _: tuple[int, int]) -> tuple[str, ...]:
-    """Return the names of the files in an index."""
-    return tuple(sorted(set(read_json(index, BadCheckpoint)["weight_map"].values())))
-
-
-@lru_cache(maxsize=8)
-def _found_weights(config: Path, files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> FoundWeights:
-    """Return what `found_weights` does; files that changed are read again."""
-    reader = reader_of(config.parent.name, read_json(config, BadCheckpoint))
-    assert reader is not None
-    read = {file: _stored_headers(file) for file in files}
+def _found_weights(folder: Path, _: tuple[tuple[Path, tuple[int, int]], ...]) -> FoundWeights | None:
+    """Return what `found_weights` does; if a file of the folder changed, all are read again."""
+    config, single, index = (folder / name for name in ("config.json", *SHARDS[:2]))
+    fields = read_json(config, BadCheckpoint) if config.is_file() else None
+    reader = reader_of(folder.name, fields) if isinstance(fields, dict) else None
+    if reader is None:
+        return None
+    names = {single.name}  # which transformers reads before an index
+    if index.is_file() and not single.is_file():
+        names = set(read_json(index, BadCheckpoint)["weight_map"].values())
+    read = {file: _stored_headers(file) for file in sorted(folder / name for name in names) if file.is_file()}
     headers, metadata = {file: found for file, (found, _) in read.items()}, {file: found for file, (_, found) in read.items()}
     return reader.find(headers, metadata, read_small_tensor)
 
 
 def read_small_tensor(file: Path, key: str) -> bytes:
     """Read the bytes of a small tensor of a safetensors file that was checked before."""
-    header, position = locate_tensor(file, key)
+    header, position = locate_all(file)[key]
     with file.open("rb") as stream:
         stream.seek(position)
         return stream.read(header.nbytes)
 
 
 def locate_all(file: Path) -> dict[str, tuple[TensorHeader, int]]:
-    """Return what `locate_tensor` does for every tensor in a file."""
-    return _locate_tensors(file, *_stamp(file))
+    """Return the header and the position of the first byte of each tensor in a safetensors file that was checked before."""
+    return _locate_tensors(file, file_stamp(file))
 
 
 @lru_cache(maxsize=128)
-def _locate_tensors(file: Path, _modified: int, _size: int) -> dict[str, tuple[TensorHeader, int]]:
+def _locate_tensors(file: Path, _: tuple[int, int]) -> dict[str, tuple[TensorHeader, int]]:
     """Return what `locate_all` does; a file that changed is read again."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -208,16 +187,6 @@ def _locate_tensors(file: Path, _modified: int, _size: int) -> dict[str, tuple[T
         key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
         for key, entry in entries.items()
     }
-
-
-def _safetensors_headers(file: Path, decoded: bool) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors of a safetensors file, with weights of another form in place of their parts."""
-    headers, found = _stored_headers(file)[0], found_weights(file.parent)
-    if found is None or not (decoded or found.lossless):
-        return headers
-    weights = {name: TensorHeader(weight.dtype, weight.shape) for name, weight in found.weights.get(file, {}).items()}
-    plain = {key: header for key, header in headers.items() if key not in found.hidden and key not in weights}
-    return dict(sorted((weights | plain).items()))
 
 
 def _stored_headers(file: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:

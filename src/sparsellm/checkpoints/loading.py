@@ -14,22 +14,37 @@ from torch import nn
 from sparsellm.checkpoints.block_loader import DiskWeights, locate_tensors
 from sparsellm.checkpoints.configuration import (
     auto_model,
+    check_doubles,
+    check_index,
+    check_kind,
     check_tensors,
     empty_model,
+    read_config,
     read_configuration,
     silence_transformers,
 )
-from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
-from sparsellm.checkpoints.documents import DocumentFiles, documents_of, folder_for_transformers
-from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name, short_name
-from sparsellm.checkpoints.headers import check_dtypes, found_weights
+from sparsellm.checkpoints.documents import (
+    DocumentFiles,
+    documents_of,
+    folder_for_transformers,
+    without_quantization,
+)
+from sparsellm.checkpoints.files import (
+    Origin,
+    card_terms,
+    check_files,
+    find_checkpoint,
+    is_hub_name,
+    short_name,
+)
+from sparsellm.checkpoints.headers import FLOATS, check_dtypes, found_weights, read_headers
 from sparsellm.checkpoints.machine_cache import use_cache
-from sparsellm.checkpoints.opening import open_files, open_folder
 from sparsellm.checkpoints.readers import TensorHeader, is_lossless, reader_of
+from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stamps import Stamps
-from sparsellm.checkpoints.tensor_index import read_all, stored_dtype
+from sparsellm.checkpoints.tensor_index import read_all
 from sparsellm.checkpoints.tokenizers import load_tokenizer
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, dtype_name, first_line
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, checkpoint_errors, dtype_name, first_line
 from sparsellm.models.loaded_model import check_in_memory, check_is_model
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite
@@ -84,11 +99,14 @@ class Checkpoint:
         return check_files(self.name, self.folder)
 
     def dtype(self, name: str = "auto") -> torch.dtype:
-        """Return the dtype to load in: that of the name; for "auto" that of the configuration or else of the weight files."""
+        """Return the dtype to load in: that of the name; for "auto" that of the configuration, or else of the first tensor."""
         dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name)
         if dtype is None and (found := found_weights(self.folder)) and found.dtype:
             dtype = getattr(torch, found.dtype)
-        return dtype if isinstance(dtype, torch.dtype) else stored_dtype(self.files()[0])
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        floats = [header.dtype for header in read_headers(self.files()[0]).values() if header.dtype in FLOATS]
+        return getattr(torch, (floats or ["float32"])[0])  # type: ignore[no-any-return]
 
     def stream(
         self, dtype: str = "auto", device: torch.device | str = "cpu", prefetch: bool = False
@@ -173,6 +191,7 @@ class InMemoryModel:
     model: PreTrainedModel
     own_tokenizer: PreTrainedTokenizerBase | None = None
     folder: ClassVar[None] = None
+    quantization: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_in_memory(self.model)
@@ -241,17 +260,37 @@ def open_checkpoint(name: str, revision: str | None = None, trusted: bool = Fals
         packed: Whether it may be packed. Its tensors are then decoded when they are read.
 
     Raises:
-        BadCheckpoint: The folder is missing, incomplete or damaged.
+        BadCheckpoint: The folder is missing, incomplete or damaged, or the tensors are not what config.json says of them.
         Unreachable: The hub cannot be reached.
         UnsupportedModel: The model cannot be pruned.
     """
-    opened = open_files(name, open_folder(name, revision, trusted), trusted=trusted, packed=packed)
-    folder, fields, files, headers = opened.folder, opened.fields, opened.files, opened.headers
+    folder = find_checkpoint(name, revision, trusted)
+    fields = read_config(name, folder)
+    reader = reader_of(name, fields)
+    is_packed = reader is not None and reader.lossless
+    if is_packed and not packed:
+        raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
+    fields = without_quantization(fields)
+    check_kind(name, fields, trusted)
+    files = check_files(name, folder)
+    if reader and not is_packed and any(file.suffix != ".safetensors" for file in files):
+        raise UnsupportedModel(
+            f"{name} is quantized, and its weights are not in safetensors files, the only ones that are dequantized. "
+            "Get a copy in safetensors files."
+        )
+    stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
+    with checkpoint_errors(name):
+        headers = {key: header for file in files for key, header in read_headers(file).items()}
+        found = found_weights(folder)
+    check_dtypes(name, headers, packed=is_packed)
+    quantization = ""
+    if found and not found.lossless:
+        parameters = sum(header.numel for header in headers.values())
+        quantization = found.describe(short_name(name), sum(file.stat().st_size for file in files), parameters)
+    if quantization and not packed:
+        remark(quantization, (folder.resolve(), "quantized"))
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
-    for part in (config, config.get_text_config()):
-        vars(part).pop("quantization_config", None)  # of weights that are decoded when they are read
-    check_fields(name, fields, config)
-    checkpoint = Checkpoint(name, folder, config, opened.stamps, trusted, opened.packed, opened.quantization)
+    checkpoint = Checkpoint(name, folder, config, stamps, trusted, is_packed, quantization)
     skeleton = checkpoint.skeleton()
     if not check_tensors(name, skeleton, fields=fields, files=files, headers=headers):
         for part in (config, config.get_text_config()):
@@ -285,17 +324,12 @@ def context_length(config: PretrainedConfig) -> int:
 def read_unmapped() -> Iterator[None]:
     """Have transformers read weights into memory within the context, as this package does, instead of mapping their files.
 
-    A mapped file that another program writes to changes the loaded model, and one that is cut off ends the process. Versions
-    of transformers and safetensors without that choice map files all the same.
+    A mapped file that another program writes to changes the loaded model, and one that is cut off ends the process.
     """
     from transformers import modeling_utils
 
     opened = modeling_utils.safe_open
-
-    def read(*arguments: Any, **keywords: Any) -> Any:
-        return opened(*arguments, **keywords | ({"backend": "pread"} if "backend" in keywords else {}))
-
-    modeling_utils.safe_open = read
+    modeling_utils.safe_open = lambda *arguments, **keywords: opened(*arguments, **keywords | {"backend": "pread"})
     try:
         yield
     finally:

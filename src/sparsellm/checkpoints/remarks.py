@@ -6,22 +6,12 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 Receive = Callable[[str, bool], None]
 """Called with a remark, and whether no context around this one has received it."""
 
-
-@dataclass(frozen=True)
-class _Receiver:
-    """Receives each remark once."""
-
-    receive: Receive
-    around: _Receiver | None
-    subjects: set[Hashable] = field(default_factory=set)
-
-
-_receiver: ContextVar[_Receiver | None] = ContextVar("receiver of remarks", default=None)
+_contexts: ContextVar[tuple[tuple[Receive, set[Hashable]], ...]] = ContextVar("receivers of remarks", default=())
+"""What receives remarks, the innermost last, each with the subjects that it knows."""
 
 
 @contextmanager
@@ -31,11 +21,11 @@ def remarks_to(receive: Receive) -> Iterator[None]:
     Contexts may be nested, as that of a run in that of a command: the inner one receives, and the outer ones count a remark as
     received.
     """
-    token = _receiver.set(_Receiver(receive, _receiver.get()))
+    token = _contexts.set((*_contexts.get(), (receive, set())))
     try:
         yield
     finally:
-        _receiver.reset(token)
+        _contexts.reset(token)
 
 
 def remark(text: str, subject: Hashable) -> None:
@@ -44,17 +34,14 @@ def remark(text: str, subject: Hashable) -> None:
     Args:
         subject: Of all remarks on the same subject, a context receives the first.
     """
-    inner = _receiver.get()
-    if inner is None:
+    contexts = _contexts.get()
+    if not contexts:
         warnings.warn(text, UserWarning, stacklevel=2)
         return
-    if subject in inner.subjects:
+    receive, known = contexts[-1]
+    if subject in known:
         return
-    contexts, context = [inner], inner.around
-    while context is not None:
-        contexts.append(context)
-        context = context.around
-    is_new = not any(subject in context.subjects for context in contexts)
-    for each in contexts:
-        each.subjects.add(subject)
-    inner.receive(text, is_new)
+    is_new = not any(subject in subjects for _, subjects in contexts)
+    for _, subjects in contexts:
+        subjects.add(subject)
+    receive(text, is_new)

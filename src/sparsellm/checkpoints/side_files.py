@@ -85,16 +85,9 @@ def formats_of(tensors: Mapping[str, Stored | Tensor]) -> dict[str, StoredFormat
             if location.file not in listed:
                 weights = stored_weights(location.file) if location.file.suffix == ".safetensors" else {}
                 listed[location.file] = {key: x.integers for key, x in weights.items() if x.integers is not None}
-                listed[location.file] |= _in_side_files(location.file.parent)
+                for side in names_of("side_files"):
+                    if (location.file.parent / side).is_file():
+                        listed[location.file] |= find("side_files", side).formats(location.file.parent)
             if location.key in listed[location.file]:
                 found.setdefault(name, listed[location.file][location.key])
-    return found
-
-
-def _in_side_files(folder: Path) -> dict[str, StoredFormat]:
-    """The formats in the side files of a folder."""
-    found: dict[str, StoredFormat] = {}
-    for name in names_of("side_files"):
-        if (folder / name).is_file():
-            found |= find("side_files", name).formats(folder)
     return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsellm.checkpoints.documents import CONFIG_FILE, DocumentFiles
+from sparsellm.checkpoints.files import file_stamp
 from sparsellm.errors import BadCheckpoint
 
 
@@ -40,7 +41,7 @@ class Stamps:
         copied = [folder / CONFIG_FILE, *(folder / file for file in documents.copied)]
         for file in (*weights, *copied):
             _check_readable(name, folder, file)
-        return cls(name, {file: _stamp(file) for file in weights}, {file: _stamp(file) for file in copied})
+        return cls(name, {file: file_stamp(file) for file in weights}, {file: file_stamp(file) for file in copied})
 
     @property
     def document_bytes(self) -> int:
@@ -51,7 +52,7 @@ class Stamps:
         """Raise SourceChanged if a file was changed or removed since, other than those of these names."""
         for file, stamp in {**self.weights, **self.documents}.items():
             try:
-                is_same = file.name in ignored or _stamp(file) == stamp
+                is_same = file.name in ignored or file_stamp(file) == stamp
             except OSError:
                 is_same = False
             if not is_same:
@@ -83,12 +84,6 @@ def unchanged(*sources: Stamps, ignored: Collection[str] = ()) -> Iterator[None]
         check()
         raise
     check()
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    """Size and time of modification of a file, in bytes and nanoseconds."""
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _check_readable(name: str, folder: Path, file: Path) -> None:

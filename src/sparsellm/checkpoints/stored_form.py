@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -53,6 +53,7 @@ class StoredForm:
         carried: Where tensors are that the model does not have, such as those for predicting several tokens, by stored name.
         computed: Names of stored buffers that the model computes itself.
         zero_biases: Names of biases that are 0 and that the model does not have; GPTQ's programs wrote one for each layer.
+        conversions: The entries of transformers' conversion mapping that apply.
     """
 
     model: PreTrainedModel
@@ -61,18 +62,19 @@ class StoredForm:
     carried: Mapping[str, TensorLocation]
     computed: tuple[str, ...] = ()
     zero_biases: tuple[str, ...] = ()
+    conversions: Sequence[Any] = ()
 
     @classmethod
     def of(cls, files: Iterable[Path], model: PreTrainedModel) -> StoredForm:
         """Read the headers of the files."""
         headers = {file: read_headers(file) for file in files}
-        locations, unknown, model._weight_conversions = index_tensors(headers, model, whole=True)
+        locations, unknown, conversions = index_tensors(headers, model)
         places = [place for stored in locations.values() for place in locations_of(stored)]
         dtypes = {place.key: headers[place.file][place.key].dtype for place in places}
         computed = tuple(key for key, x in unknown.items() if is_computed(key, headers[x.file][key].shape))
         biases = tuple(key for key, x in unknown.items() if is_added_bias(key, x))
         carried = {key: x for key, x in unknown.items() if key not in {*computed, *biases}}
-        return cls(model, locations, dtypes, carried, computed, biases)
+        return cls(model, locations, dtypes, carried, computed, biases, conversions)
 
     def fixed(self) -> set[str]:
         """The model's names of what is never trained, such as biases of routers, and is therefore stored as it came."""
@@ -109,7 +111,7 @@ class StoredForm:
 
         stored: dict[str, Tensor] = {}
         groups: dict[str, dict[str, Tensor]] = {}
-        dtype, fixed = self.model.config.dtype, self.fixed()
+        dtype, fixed, self.model._weight_conversions = self.model.config.dtype, self.fixed(), list(self.conversions)
         for name, tensor in parameters.items():
             location = self.locations.get(name)
             if isinstance(location, TensorLocation):

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +18,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from sparsellm.checkpoints.files import file_stamp
 from sparsellm.checkpoints.headers import (
     FLOATS,
     found_weights,
     is_zip,
-    locate_tensor,
+    locate_all,
     read_headers,
     read_pickle,
     stored_weights,
 )
+from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.errors import BadCheckpoint
 from sparsellm.runtime.devices import raise_unless_damaged
 from sparsellm.solvers.linalg import all_finite, count_negative_zeros, count_zeros
@@ -88,19 +92,13 @@ class NotStreamable(Exception):
 
 
 def index_tensors(
-    files: Iterable[Path], model: PreTrainedModel, *, whole: bool = False
+    files: Iterable[Path], model: PreTrainedModel
 ) -> tuple[dict[str, Stored], dict[str, TensorLocation], list[Any]]:
     """Locate the tensors in weight files.
-
-    Args:
-        whole: Whether files may be read as a whole for each tensor.
 
     Returns:
         The location of each tensor of the model, by its name there; the location of each stored tensor that the model does not
         have, by its stored name; and the entries of transformers' conversion mapping that apply.
-
-    Raises:
-        NotStreamable: The tensors of a file cannot be read one at a time, and `whole` is False.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -112,7 +110,7 @@ def index_tensors(
     locations: dict[str, Stored] = {}
     pieces: dict[str, list[tuple[TensorLocation, str]]] = {}
     unknown: dict[str, TensorLocation] = {}
-    stored = [TensorLocation(file, key) for file in files for key in (read_headers(file) if whole else keys_of(file))]
+    stored = [TensorLocation(file, key) for file in files for key in read_headers(file)]
     for location in sorted(stored, key=lambda entry: dot_natural_key(entry.key)):
         name, pattern = rename_source_key(location.key, renamings, converters, model.base_model_prefix, state)
         if name not in state:
@@ -152,20 +150,6 @@ def _convert(converted: ConvertedTensor, pieces: Iterable[Tensor]) -> dict[str, 
     return tensors
 
 
-def stored_dtype(file: Path) -> torch.dtype:
-    """Return the dtype of the first floating-point tensor in a file; float32 if there is none."""
-    floats = [entry.dtype for entry in read_headers(file).values() if entry.dtype in FLOATS]
-    dtype: torch.dtype = getattr(torch, floats[0]) if floats else torch.float32
-    return dtype
-
-
-def keys_of(file: Path) -> list[str]:
-    """Return the names of the tensors in a file; raise NotStreamable if they cannot be read one at a time."""
-    if file.suffix != ".safetensors" and not is_zip(file):
-        raise NotStreamable(f"{file.name} has the format before torch 1.6, which cannot be read in parts")
-    return list(read_headers(file))
-
-
 def read_stored(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
     """Read a tensor in the shape that it has in the model, without memory mapping.
 
@@ -198,7 +182,8 @@ def _read(location: TensorLocation, dtype: torch.dtype | None = None) -> Tensor:
     """Read a stored tensor into new memory, decoded if it is stored in another form, without leaving the file mapped."""
     with _read_errors(location):
         if location.file.suffix != ".safetensors":
-            return read_pickle(location.file)[location.key].clone()
+            tensors = read_pickle(location.file) if is_zip(location.file) else _whole(location.file, file_stamp(location.file))
+            return tensors[location.key].clone()
         weight = stored_weights(location.file).get(location.key)
         if weight is None:
             return _read_elements(location, 0, None)
@@ -225,7 +210,7 @@ def stored_row_chunks(location: TensorLocation, dtype: torch.dtype | None = None
         found = found_weights(location.file.parent)
         weights = found.weights.get(location.file, {}) if found and (decoded or found.lossless) else {}
         weight = weights.get(location.key)
-        shape = torch.Size(weight.shape if weight else locate_tensor(location.file, location.key)[0].shape)
+        shape = torch.Size(weight.shape if weight else locate_all(location.file)[location.key][0].shape)
     rows = max(1, READ_ELEMENTS // max(shape[1:].numel(), 1))
     if weight:
         yield from _read(location, dtype).split(rows)
@@ -236,12 +221,43 @@ def stored_row_chunks(location: TensorLocation, dtype: torch.dtype | None = None
         yield chunk
 
 
+@lru_cache(maxsize=1)
+def _whole(file: Path, _: tuple[int, int]) -> dict[str, Tensor]:
+    """The tensors of a .bin file of the format before torch 1.6, which is in memory for the next one of them."""
+    return read_pickle(file)
+
+
+def equal_stored(first: Stored, second: Stored, dtype: torch.dtype | None = None, *, decoded: bool = True) -> bool:
+    """Whether two stored tensors have the same bits, compared in chunks of rows if both are in safetensors files.
+
+    Args:
+        dtype: Convert the second to this dtype; None for tensors that must have the same.
+        decoded: Whether weights of another form are decoded, as in `stored_row_chunks`.
+    """
+    in_rows = all(isinstance(x, TensorLocation) and x.file.suffix == ".safetensors" for x in (first, second))
+
+    def chunks(stored: Stored, dtype: torch.dtype | None) -> Iterable[Tensor]:
+        if in_rows and isinstance(stored, TensorLocation):
+            return stored_row_chunks(stored, dtype, decoded)
+        return [read_stored(stored, dtype)]
+
+    pairs = zip_longest(chunks(first, None), chunks(second, dtype))
+    return all(a is not None and b is not None and bit_identical(a, b if dtype is None else b.to(dtype)) for a, b in pairs)
+
+
+def bit_identical(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
+        return False
+    return torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+
+
 def _read_elements(location: TensorLocation, start: int, stop: int | None) -> Tensor:
     """Read the rows start to stop (all if stop is None) of a tensor of a safetensors file into new memory.
 
     The file is read, not mapped: mapped pages count as memory of the process, and torch cannot map a file larger than memory.
     """
-    header, position = locate_tensor(location.file, location.key)
+    header, position = locate_all(location.file)[location.key]
     shape = header.shape if stop is None else (min(stop, header.shape[0]) - start, *header.shape[1:])
     elements = torch.empty(math.prod(shape), dtype=getattr(torch, header.dtype))
     position += start * math.prod(header.shape[1:]) * elements.itemsize
@@ -267,34 +283,20 @@ DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class TensorDigest:
-    """Digest of a stored tensor.
+class TensorDigest(TensorHeader):
+    """Header and digest of a stored tensor.
 
     Attributes:
-        dtype: Name of its dtype, such as "float32".
         digest: BLAKE2b digest of its bytes, in hexadecimal digits.
         finite: Whether it holds neither NaN nor infinity.
         zeros: Number of its zeros.
         negative_zeros: How many of them are -0.0.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
     digest: str
     finite: bool
     zeros: int
     negative_zeros: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return self.numel * dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a report."""

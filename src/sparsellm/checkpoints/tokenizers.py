@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,6 @@ NO_VOCABULARY = ("tokenizer_file", "tokenizer_config_file", "normalizer_file")
 
 CONVERTED = ("tokenizer.model*", "tiktoken.model", "tekken.json")
 """Files that transformers converts to a vocabulary, whatever the class calls its own."""
-
-SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
-"""Modules by which transformers reads the files of SentencePiece, with the packages that have them."""
 
 
 class NoTokenizer(BadCheckpoint):
@@ -130,29 +126,18 @@ def _class_named(folder: Path) -> type | None:
 
 def _packages_missing(folder: Path) -> list[str]:
     """The packages that are not installed and that a folder's tokenizer needs, which has the files of SentencePiece alone."""
+    from transformers import utils
+
     if not _sentencepiece_files(folder):
         return []
-    return [package for module, package in SENTENCEPIECE_PACKAGES.items() if not _is_installed(module)]
-
-
-def _is_installed(module: str) -> bool:
-    """Whether a module can be found; that of a package which is not there cannot."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    found = {"sentencepiece": utils.is_sentencepiece_available(), "protobuf": utils.is_protobuf_available()}
+    return [package for package, is_installed in found.items() if not is_installed]
 
 
 def _sentencepiece_files(folder: Path) -> list[Path]:
     """The models of SentencePiece in a folder without a tokenizer.json: messages of protobuf, which begin with a piece."""
     files = [] if (folder / WHOLE_TOKENIZER).is_file() else sorted(folder.glob("*.model"))
-    return [file for file in files if file.is_file() and _first_byte(file) == b"\x0a"]
-
-
-def _first_byte(file: Path) -> bytes:
-    """The first byte of a file."""
-    with file.open("rb") as stream:
-        return stream.read(1)
+    return [file for file in files if file.is_file() and file.read_bytes().startswith(b"\x0a")]
 
 
 def _normalize(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

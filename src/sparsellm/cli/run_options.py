@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import typer
 
-from sparsellm.cli.console import in_options
 from sparsellm.errors import InvalidSetting, first_line
 from sparsellm.extension import PROBLEMS, installed
 
@@ -82,6 +81,7 @@ def observing(context: typer.Context, extras: Extras = (), *, quiet: bool = Fals
         Their observer: the memory of the process, the display, and the observers of `extras`.
     """
     from sparsellm.cli.allocator import manage_memory
+    from sparsellm.cli.console import in_options
     from sparsellm.observers.display import Display
     from sparsellm.observers.events import combine_observers
 

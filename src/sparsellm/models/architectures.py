@@ -138,7 +138,7 @@ class Architecture:
 def _with_activation(part: FeedForward | None, activation: str) -> FeedForward | None:
     """Set the activation function of a feed-forward part; None where it is not supported."""
     is_supported = activation in ACTIVATION_FUNCTIONS or (activation == "relu" and isinstance(part, PlainFeedForward))
-    return replace(part, activation=activation) if part is not None and is_supported else None  # type: ignore[type-var]
+    return replace(part, activation=activation) if part is not None and is_supported else None
 
 
 def _module_name(name: str, splits: Mapping[str, Split]) -> str:

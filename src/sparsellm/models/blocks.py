@@ -159,22 +159,18 @@ class Block:
 
     def assign(self, name: str, weight: Tensor) -> None:
         """Copy a weight, (out, in), into a layer without rounding it to the storage dtype."""
-        layer = self.layer(name)
         with torch.no_grad():
-            if isinstance(layer, LinearView):
-                layer.assign(self.module.get_parameter(self.parameter(name)), weight)
-            else:
-                layer.weight.copy_(weight)
+            self._view(name).assign(self.module.get_parameter(self.parameter(name)), weight)
 
     def write_bias(self, name: str, bias: Tensor) -> None:
         """Write a bias, (out,), into a layer that has one, rounded to its storage dtype."""
-        layer = self.layer(name)
-        rounded = bias.to(self.dtypes[self.bias(name)])
         with torch.no_grad():
-            if isinstance(layer, LinearView):
-                layer.assign_bias(rounded)
-            else:
-                layer.bias.copy_(rounded)
+            self._view(name).assign_bias(bias.to(self.dtypes[self.bias(name)]))
+
+    def _view(self, name: str) -> LinearView:
+        """A layer as a view, of the whole of its own parameter where it is a module."""
+        layer = self.layer(name)
+        return layer if isinstance(layer, LinearView) else LinearView(layer)
 
     @contextmanager
     def expose_layers(self, names: Iterable[str], rows: Rows | None = None) -> Iterator[None]:

@@ -79,12 +79,10 @@ def gradient_checkpointing(modules: Iterable[nn.Module]) -> Iterator[None]:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return fast_linear_layers(), fast_linear_layers()
 
-    def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(replace_forward(module, checkpointed(module.forward)))
+            recomputed = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+            stack.enter_context(replace_forward(module, recomputed))
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -143,36 +142,9 @@ Hidden = tuple[Tensor, ...]
 """Outputs of the input projections, each (tokens, hidden): (z,) for a plain feed-forward part, (s, z) for a gated one."""
 
 
-class FeedForward(Protocol):
-    """Interface of a feed-forward part. Layers are given by their names within the block."""
-
-    @property
-    def activation(self) -> str:
-        """Name of the activation function φ: "relu" or a name in `ACTIVATION_FUNCTIONS`."""
-        ...
-
-    @property
-    def in_proj(self) -> tuple[str, ...]:
-        """The input projections, in the order of the arguments of `activate`."""
-        ...
-
-    @property
-    def out_proj(self) -> str:
-        """The output projection."""
-        ...
-
-    def activate(self, *hidden: Tensor) -> Tensor:
-        """Compute the input of the output projection, (tokens, hidden), from the outputs of the input projections."""
-        ...
-
-    def slopes(self, *hidden: Tensor) -> Hidden:
-        """Compute the elementwise derivatives of `activate` by its arguments, each (tokens, hidden)."""
-        ...
-
-
 @dataclass(frozen=True)
 class PlainFeedForward:
-    """out_proj(φ(up(x))), as in OPT (ReLU) and GPT-2 (GELU).
+    """out_proj(φ(up(x))), as in OPT (ReLU) and GPT-2 (GELU). Layers are given by their names within the block.
 
     Attributes:
         activation: φ: "relu" or a name in `ACTIVATION_FUNCTIONS`.
@@ -184,12 +156,15 @@ class PlainFeedForward:
 
     @property
     def in_proj(self) -> tuple[str, ...]:
+        """The input projections, in the order of the arguments of `activate`."""
         return (self.up,)
 
     def activate(self, *hidden: Tensor) -> Tensor:
+        """Compute the input of the output projection, (tokens, hidden), from the outputs of the input projections."""
         return relu(hidden[0]) if self.activation == "relu" else ACTIVATION_FUNCTIONS[self.activation].value(hidden[0])
 
     def slopes(self, *hidden: Tensor) -> Hidden:
+        """Compute the elementwise derivatives of `activate` by its arguments, each (tokens, hidden)."""
         if self.activation != "relu":
             return (ACTIVATION_FUNCTIONS[self.activation].curvature(hidden[0])[1],)
         return ((hidden[0] > 0).to(hidden[0].dtype),)
@@ -221,3 +196,7 @@ class GatedFeedForward:
         gate, up = hidden
         value, slope, _ = ACTIVATION_FUNCTIONS[self.activation].curvature(gate)
         return slope * up, value
+
+
+FeedForward = PlainFeedForward | GatedFeedForward
+"""A feed-forward part."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Weights(Protocol):
-    """Makes a model's tensors available to a walk through the model, one part at a time."""
+class Weights(ABC):
+    """Makes a model's tensors available to a walk through the model, one part at a time.
 
-    @property
-    def on_disk(self) -> bool:
-        """Whether tensors are read from files for each context and discarded after it."""
-        ...
+    Attributes:
+        on_disk: Whether tensors are read from files for each context and discarded after it.
+    """
+
+    on_disk = False
 
     def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
         """Make a block's tensors available within the context.
@@ -38,38 +40,26 @@ class Weights(Protocol):
         Args:
             next_block: The block that is needed next, which may be read in the meantime.
         """
-        ...
+        return nullcontext()
 
     def non_block(self) -> AbstractContextManager[None]:
         """Make the tensors outside the blocks available within the context: embeddings, last norm, head."""
-        ...
+        return nullcontext()
 
-    def relocate(self, names: Iterable[str], file: Path) -> None:
+    def relocate(self, names: Iterable[str], file: Path) -> None:  # noqa: B027  (tensors in memory stay there)
         """Read these tensors, by their names in the model, from another safetensors file from now on."""
-        ...
 
+    @abstractmethod
     def size(self) -> tuple[int, int]:
         """Return the number of parameters, tied ones counted once, and how many of them are zero."""
-        ...
 
 
-class ResidentWeights:
+class ResidentWeights(Weights):
     """The weights of a model whose tensors are all in memory."""
-
-    on_disk = False
 
     def __init__(self, model: nn.Module) -> None:
         check_in_memory(model)
         self._model = model
-
-    def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def non_block(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def relocate(self, names: Iterable[str], file: Path) -> None:
-        """Do nothing: the tensors stay in memory."""
 
     def size(self) -> tuple[int, int]:
         tensors = list(self._model.parameters())
@@ -176,17 +166,6 @@ def equal_calls(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, (int, float, str, bool)) and one == other)
 
 
-def check_block_chain(before: Block, block: Block, entered: Mapping[int, tuple[Tensor, Call]]) -> None:
-    """Raise UnsupportedModel where the inputs of consecutive blocks differ, although each block returns its input.
-
-    Args:
-        entered: Hidden states and call of each block, by index.
-    """
-    if not equal_calls(entered[before.index][0], entered[block.index][0]):
-        message = f"The model changes the hidden states between {before.name} and {block.name}."
-        raise UnsupportedModel(f"{message} Such models cannot be pruned block by block.")
-
-
 def block_inputs(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> list[tuple[Tensor, Call]]:
     """Return the hidden states and other arguments that each block is called with, with blocks that return their input.
 
@@ -206,7 +185,10 @@ def block_inputs(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor)
         if block.index in inputs:
             raise UnsupportedModel(f"A {class_name} runs {block.name} more than once for every text and cannot be pruned.")
         inputs[block.index] = hidden, call
-        check_block_chain(blocks[max(block.index - 1, 0)], block, inputs)
+        before = blocks[max(block.index - 1, 0)]
+        if not equal_calls(inputs[before.index][0], hidden):
+            message = f"The model changes the hidden states between {before.name} and {block.name}."
+            raise UnsupportedModel(f"{message} Such models cannot be pruned block by block.")
         return hidden
 
     def run() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
@@ -42,16 +41,11 @@ def link(origin: Origin) -> str:
 
 
 @cache
-def _template() -> Template:
+def template() -> Template:
     """The template of the card; to compile it takes a tenth of a run on a tiny model."""
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters.update(plain=plain, fenced=fenced, plus_minus=plus_minus)
     return environment.from_string(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
-
-
-def render(**variables: Any) -> str:
-    """Fill the template."""
-    return _template().render(variables)
 
 
 def plain(text: str) -> str:
@@ -64,7 +58,7 @@ def plain(text: str) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\_", line)
 
 
-def fenced(text: str, language: str = "yaml") -> str:
-    """A code block with this text; the fence is longer than any run of backticks in the text."""
+def fenced(text: str) -> str:
+    """A code block of YAML with this text; the fence is longer than any run of backticks in the text."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
-    return "\n".join([f"{fence}{language}", *text.rstrip().splitlines(), fence])
+    return "\n".join([f"{fence}yaml", *text.rstrip().splitlines(), fence])

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ from sparsellm.texts.padding import token_digest
 from sparsellm.texts.paths import TEXT_NAMES, is_task_file, local_path
 from sparsellm.texts.texts import check_text
 
-Value = TypeVar("Value")
-
 NOT_DECISIVE = fields_with(RunFields, "memory", "measured")
 """Recipe fields that may differ on resume, since they do not change the weights."""
 
@@ -46,7 +44,6 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 DIGEST_THREADS = 8
 """Most files to digest in parallel: one thread cannot saturate a fast disk."""
 
-
 Inputs = Mapping[str, Mapping[str, str]]
 """The files that a run read: by the name in its recipe, their contents as `contents` describes them."""
 
@@ -55,12 +52,6 @@ OF_THE_MACHINE = fields_with(RunFields, "machine")
 
 WEIGHT_ENDINGS = (".safetensors", ".bin")
 """Endings of the names of weight files."""
-
-WHOLE_TEXT_BYTES = 2**30
-"""Bytes of a text that are digested as a whole, in about a second. Of a longer one, `PIECES` pieces of `DIGESTED_BYTES` bytes
-are."""
-
-PIECES, DIGESTED_BYTES = 256, 2**16
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -117,24 +108,17 @@ def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
     return result
 
 
-def contents(file: Path, whole: bool = True) -> str:
-    """Size and SHA-256 digest of a file, or of evenly spaced pieces of it, as text; cached until the file changes."""
+def contents(file: Path) -> str:
+    """Size and SHA-256 digest of a file, as text; cached until the file changes."""
     stat = file.stat()
-    digest = _digest(file, whole, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
-    return f"{stat.st_size:,} bytes, {'SHA-256' if whole else 'pieces'} {digest}"
+    return f"{stat.st_size:,} bytes, SHA-256 {_digest(file, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)}"
 
 
 @lru_cache(maxsize=4096)
-def _digest(file: Path, whole: bool, size: int, *_: int) -> str:
+def _digest(file: Path, *_: int) -> str:
     """SHA-256 digest of a file. The further arguments are the cache key; programs cannot set the change time (ctime)."""
     with file.open("rb") as stream:
-        if whole:
-            return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
-        digest = hashlib.sha256()
-        for number in range(PIECES):  # the first and the last bytes among them
-            stream.seek(number * max(0, size - DIGESTED_BYTES) // (PIECES - 1))
-            digest.update(stream.read(DIGESTED_BYTES))
-    return digest.hexdigest()[:32]
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
 
 
 class OtherContents(CannotResume):
@@ -200,8 +184,7 @@ def text_contents(name: str) -> dict[str, str]:
         return {}
     if name in TEXT_NAMES or not files:
         return {}
-    whole = sum(file.stat().st_size for file in files) <= WHOLE_TEXT_BYTES
-    return {str(file.relative_to(path.parent)): contents(file, whole) for file in files}
+    return {str(file.relative_to(path.parent)): contents(file) for file in files}
 
 
 def changed_input(recorded: Inputs, current: Inputs, endings: str | tuple[str, ...] = "") -> str:
@@ -232,20 +215,16 @@ def check_kept(folder: Path, recipe: RunRecipe) -> None:
     if changed:
         difference = f"its `{changed}` was {stored[changed]!r}, and is now {settings[changed]!r}"
     else:
-        difference = changed_input(output.report.inputs, names.keys(current_inputs(recipe)))
+        current: Inputs = {}  # of a model that cannot be opened any more
+        with suppress(SparseLLMError):
+            current = run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
+        difference = changed_input(output.report.inputs, names.keys(current))
     if difference:
         advice = "or `restart=True` and `overwrite=True` to start over"
         if changed in NOT_DECISIVE:
             advice = f"and measure {folder} with sparsellm evaluate: its weights do not depend on this"
         message = f"{folder} is finished, but not of this run: {difference}. Pass the original settings and files, {advice}."
         raise OtherContents(message)
-
-
-def current_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
-    """The inputs of a recipe as they are now; empty if its model cannot be opened any more."""
-    with suppress(SparseLLMError):
-        return run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
-    return {}
 
 
 def _local_names(recipe: RunRecipe) -> Iterator[str]:

@@ -68,11 +68,6 @@ def check_name(output: str | Path, path: Path) -> None:
         raise
 
 
-def is_empty(path: Path) -> bool:
-    """Whether a path is a folder without anything in it, as a process leaves that is killed as soon as it made it."""
-    return path.is_dir() and not any(path.iterdir())
-
-
 def is_finished(output: str | Path) -> bool:
     """Whether a run wrote this folder completely."""
     path = local_path(output)
@@ -95,22 +90,6 @@ def folder_path(output: str | Path) -> Path:
             "Write the result of a run with save_pretrained, which verifies what it writes, and pass the folder."
         )
     return local_path(output)
-
-
-def check_report(folder: Path) -> None:
-    """Raise InvalidSetting unless a folder has the report of a run."""
-    if not (folder / REPORT).is_file():
-        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
-        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
-
-
-def check_finished(output: str | Path) -> Path:
-    """The folder of a finished output. Raises InvalidSetting if it is unfinished, or no output."""
-    folder = local_path(output)
-    if (folder / WORK).exists():
-        raise InvalidSetting(f"{output} {UNFINISHED}")
-    check_report(folder)
-    return folder
 
 
 def is_sweep(folder: str | Path) -> bool:
@@ -241,14 +220,6 @@ def _was_replaced(folder: Path) -> bool:
     return folder.is_dir() and all(path.is_dir() for path in folder.rglob("*"))
 
 
-def _moved_aside(path: Path) -> Path:
-    """Move a locked output to a random name, which it holds; return its new path."""
-    old = aside(path)
-    (path / WORK / REPLACED).write_bytes(old.name.encode())
-    path.rename(old)
-    return old
-
-
 def _remove_replaced(folder: Path) -> None:
     """Remove a replaced output, last the file that says what it is, so that the next process can go on."""
     work = folder / WORK
@@ -281,7 +252,9 @@ def replacing(path: Path) -> Iterator[Path]:
         export.mkdir()
         try:
             yield export
-            old = _moved_aside(path)
+            old = aside(path)
+            (path / WORK / REPLACED).write_bytes(old.name.encode())
+            path.rename(old)
             try:
                 (old / WORK / EXPORT).rename(path)
             except BaseException:

@@ -7,12 +7,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, computed_field
-from torch import Tensor
 
 from sparsellm.checkpoints.comparison import CheckpointComparison, StoredTensors, compare, layers_by_parameter
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.loading import open_source
-from sparsellm.checkpoints.opening import describe_quantization
 from sparsellm.checkpoints.side_files import HoldsFormats, StoredFormat, formats_of
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
@@ -166,7 +164,9 @@ def inspect(
     pattern = expect if expect is None or isinstance(expect, Pattern) else parse_pattern(str(expect))
     source = open_source(model, trusted=trust_remote_code, packed=True)
     other = None if against is None else open_source(against, trusted=trust_remote_code, packed=True)
-    skeleton, planned = source.skeleton(), planned_patterns(source.folder)
+    report = load_report(source.folder) if source.folder and (source.folder / REPORT).is_file() else None
+    planned = None if report is None else {layer.name: layer.pattern for layer in report.layers}
+    skeleton = source.skeleton()
     tensors, layers_of = StoredTensors(source.folder, skeleton, source.model), layers_by_parameter(skeleton, planned or ())
     all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
     allocated = pattern is not None and pattern.is_shareable and len(set((planned or {}).values())) > 1
@@ -187,12 +187,17 @@ def inspect(
             not_finite[key] = tensor.numel() - int(tensor.isfinite().sum())
         for block, name in layers_of.get(key, ()):
             full_name, weight = block.full_name(name), block.linear_view(name, tensor)
-            layers.append(_layer_zeros(full_name, weight, required.get(full_name), format=formats.get(key)))
+            required_of, format = required.get(full_name), formats.get(key)
+            holds = None if required_of is None else required_of.holds(weight)
+            of_format = format.fields_of(weight) if format else {}
+            shape = weight.shape[0], weight.shape[1]
+            layers.append(LayerZeros(full_name, shape, count_zeros(weight), required_of, holds, **of_format))
     checked = [layer for layer in layers if layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes = CheckpointComparison()
     if other is not None:
         changes = compare(tensors, StoredTensors(other.folder, other.skeleton(), other.model))
+    sections = [section.describe() for section in report.sections.values()] if report else []
     return Inspection(
         model=source.name,
         layers=tuple(layers),
@@ -204,7 +209,7 @@ def inspect(
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
         total_holds=pattern is None or not allocated or removed >= pattern.count_removed(weights) - len(checked),
-        packed=_packed_sizes(source.folder),
+        packed=source.quantization or " ".join(filter(None, sections)),
         not_finite=sum(not_finite.values()),
         not_finite_in=tuple(not_finite),
         **vars(changes),
@@ -218,28 +223,3 @@ def _formats_in_memory(model: PreTrainedModel | None) -> dict[str, StoredFormat]
         if isinstance(module, HoldsFormats):
             formats |= {f"{path}.{name}": format for name, format in module.weight_formats().items()}
     return formats
-
-
-def _packed_sizes(folder: Path | None) -> str:
-    """The sizes of a packed or quantized model in one sentence; empty for any other."""
-    if folder is None:
-        return ""
-    if quantization := describe_quantization(folder.name, folder):
-        return quantization
-    if not (folder / REPORT).is_file():
-        return ""
-    return " ".join(filter(None, (section.describe() for section in load_report(folder).sections.values())))
-
-
-def _layer_zeros(name: str, weight: Tensor, pattern: Pattern | None, *, format: StoredFormat | None) -> LayerZeros:
-    """Count the zeros of a layer and the bits of its integers, if any, and check the pattern that is required of it, if any."""
-    holds = None if pattern is None else pattern.holds(weight)
-    shape = weight.shape[0], weight.shape[1]
-    return LayerZeros(name, shape, count_zeros(weight), pattern, holds, **(format.fields_of(weight) if format else {}))
-
-
-def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:
-    """Pattern of each pruned layer by its full name, from the report in the folder; None without a report."""
-    if folder is None or not (folder / REPORT).is_file():
-        return None
-    return {layer.name: layer.pattern for layer in load_report(folder).layers}

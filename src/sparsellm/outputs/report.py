@@ -11,16 +11,24 @@ from pydantic import AliasPath, Field, PlainValidator, TypeAdapter, ValidationEr
 
 from sparsellm.checkpoints.files import REPORT, Origin
 from sparsellm.checkpoints.remarks import remark
-from sparsellm.errors import BadCheckpoint, MissingPackage, printable
+from sparsellm.errors import BadCheckpoint, MissingPackage, plural, printable
 from sparsellm.evaluation.differences import Difference
 from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, change_of, plus_minus
 from sparsellm.extension import find
-from sparsellm.methods import BLOCK_RESULT, WHOLE_MODEL, BlockResult, LayerResult, Totals, TrainingResult
+from sparsellm.methods import (
+    BLOCK_RESULT,
+    NOTABLE,
+    WHOLE_MODEL,
+    BlockMethod,
+    BlockResult,
+    LayerResult,
+    Totals,
+    TrainingResult,
+)
 from sparsellm.models.coverage import Coverage
 from sparsellm.outputs import card
 from sparsellm.outputs.folder import folder_path
 from sparsellm.outputs.sections import Section, read_sections
-from sparsellm.outputs.zeros_before import describe_start, note_after, note_surplus
 from sparsellm.recipes.file import explain
 from sparsellm.recipes.own_method import saved_kind
 from sparsellm.recipes.path_names import PathNames
@@ -35,7 +43,6 @@ NOT_PRUNED = "not pruned by sparsellm"
 """The state of a model that was packed or exported and that no run has pruned: its report has no blocks."""
 
 When = Literal["dense", "pruned"]
-WHEN: tuple[When, ...] = ("dense", "pruned")
 
 Perplexities = dict[str, dict[When, Perplexity]]
 Accuracies = dict[str, dict[When, Accuracy]]
@@ -164,7 +171,8 @@ class Report(Summarized):
     @property
     def start(self) -> str:
         """The state of the model before the run, for tables: dense, or with how many zeros."""
-        return describe_start(self.initial_sparsity, self.totals)
+        share = max(self.initial_sparsity, self.totals.sparsity_before)
+        return "dense" if share < NOTABLE else f"initial ({100 * share:.2f} % zeros)"
 
     @property
     def layers(self) -> list[LayerResult]:
@@ -321,10 +329,27 @@ class Report(Summarized):
         if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
             text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
             yield f"{text}: use more calibration tokens"
-        yield from note_after(self.recipe, self.totals)
-        if isinstance(self.recipe, Recipe) and self.recipe.projecting:
+        zeros, recipe = self.totals.before_and_after, self.recipe
+        if zeros and (advice := zeros_advice(recipe, self.totals.sparsity_before)):
+            yield f"of the weights in the pruned layers {zeros}. {advice}"
+        if isinstance(recipe, Recipe) and recipe.projecting:
             return  # kept weights that round to 0 are zeros too
-        yield from note_surplus(self.layers)
+        more = [x for x in self.layers if x.zeros > max(x.zeros_before, x.pattern.count_removed(x.shape[0] * x.shape[1]))]
+        if more:
+            yield (
+                f"{len(more)} layers have more zeros than requested, {more[0].name} first "
+                f"({100 * more[0].sparsity:.2f} %): inputs are always zero, "
+                "some dense weights were zero already, or small weights round to zero in the model's dtype"
+            )
+
+    def note_before(self, recipe: RunRecipe) -> str:
+        """The note before another run on the model of this one, which has zeros already; empty if there is no need."""
+        totals = self.totals
+        advice = zeros_advice(recipe, totals.sparsity_of_pruned_layers)
+        if totals.sparsity_of_pruned_layers < NOTABLE or not advice:
+            return ""
+        share, layers = f"{100 * totals.sparsity_of_pruned_layers:.2f} %", plural(totals.pruned_layers, "layer")
+        return f"{recipe.model} is pruned already: {share} of the weights in {layers} are zero. {advice}"
 
     def block_notes(self) -> Iterator[str]:
         """The remarks on blocks, one for all blocks that share it."""
@@ -391,7 +416,7 @@ class Report(Summarized):
     def to_markdown(self) -> str:
         """The model card. It holds no times or dates, so that equal results give equal bytes."""
         origin, recipe = self.origin, self.recipe
-        return card.render(
+        return card.template().render(
             report=self,
             totals=self.totals,
             metadata=card.metadata(origin),
@@ -403,6 +428,16 @@ class Report(Summarized):
             previous=self.pruned.recipe.to_yaml() if self.pruned else "",
             described=self.describe(),
         )
+
+
+def zeros_advice(recipe: RunRecipe, before: float) -> str:
+    """How to keep the zeros that a model has, or to get more; empty if the recipe does, or its method cannot."""
+    more = f"a sparsity of more than {100 * before:.2f} % to remove more"
+    if not isinstance(recipe, Recipe) or isinstance(getattr(recipe, "given", None), BlockMethod):
+        return ""  # a method of one's own decides itself
+    if not recipe.keep_zeros:
+        return f"Pass `keep_zeros=True` to keep these zeros, and {more}"
+    return "" if recipe.sparsity is None or recipe.pattern.sparsity > before else f"Pass {more}"
 
 
 def _block_to_dict(block: BlockResult) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from sparsellm.outputs.folder import (
     files_outside_work,
     first_link,
     free_disk,
-    is_empty,
     locked,
     not_moved,
     recover_output,
@@ -114,32 +113,22 @@ class Result(Summarized):
             unchanged(*self.read, ignored=(*ANEW, LOG)),
         ):
             if self.source is None:
-                self._save_from_memory(work)
+                with silence_transformers():
+                    self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
+                    if self.tokenizer is not None:
+                        self.tokenizer.save_pretrained(work)
             else:
                 write_checkpoint(self.source, self.model, self.weights, work)
             if any(block.scales for block in self.report.blocks):
                 self.report.notes += write_side_files(work, self.model, self.report)
-            report = _document(work, self.report, self.log)
+            report = self.report.named(PathNames(self.report.recipe))
+            (work / CARD).write_text(report.to_markdown(), encoding="utf-8")
+            if self.log:
+                (work / LOG).write_text(self.log(), encoding="utf-8")
             check_written(work, self.report, self.dense, model=self.model, in_memory=self.weights is None)
             (work / REPORT).write_text(strict_json(proven(work, report.to_dict())) + "\n", encoding="utf-8")
             set_default_permissions(work)
         return path
-
-    def _save_from_memory(self, work: Path) -> None:
-        """Write a model that was given in memory, with its tokenizer if there is one, as transformers does."""
-        with silence_transformers():
-            self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(work)
-
-
-def _document(work: Path, report: Report, log: Callable[[], str] | None) -> Report:
-    """Write the model card and the log; return the report as it is written."""
-    named = report.named(PathNames(report.recipe))
-    (work / CARD).write_text(named.to_markdown(), encoding="utf-8")
-    if log:
-        (work / LOG).write_text(log(), encoding="utf-8")
-    return named
 
 
 @contextmanager
@@ -179,7 +168,8 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         )
     recover_output(path)
     with not_moved(path):
-        is_free = not path.exists() or is_empty(path) or ((path / WORK).is_dir() and not files_outside_work(path))
+        is_empty = path.is_dir() and not any(path.iterdir())  # as a process leaves it that is killed as soon as it made it
+        is_free = not path.exists() or is_empty or ((path / WORK).is_dir() and not files_outside_work(path))
     if not overwrite and not is_free:
         raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
     parent = check_place(output, path)

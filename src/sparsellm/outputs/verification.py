@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -15,28 +14,28 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import DiskWeights, tied_names
-from sparsellm.checkpoints.comparison import StoredTensors, bit_identical, compare, layers_by_parameter
-from sparsellm.checkpoints.files import REPORT, check_files
+from sparsellm.checkpoints.comparison import StoredTensors, compare, layers_by_parameter
+from sparsellm.checkpoints.files import REPORT, UNFINISHED, WORK, within
 from sparsellm.checkpoints.headers import read_headers, stored_weights
-from sparsellm.checkpoints.loading import Checkpoint, open_source
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_source
 from sparsellm.checkpoints.side_files import formats_of
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import (
     TensorDigest,
     TensorLocation,
+    bit_identical,
     file_digest,
     locations_of,
     read_finite,
-    read_stored,
     report_digest,
     tensor_digests,
 )
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.methods import LayerResult, Plan, Totals
+from sparsellm.methods import LayerResult, Plan
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.outputs.folder import CARD, check_finished, check_report, folder_path
+from sparsellm.outputs.folder import CARD, folder_path
 from sparsellm.outputs.report import Digests, Report, read_report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.texts.json_files import finite, is_path
@@ -137,21 +136,17 @@ def verify(
     repeated = [f"{REPORT} names a layer twice"] * (len(layers) < len(report.layers))
     raise_if_any(output, wrong + repeated)
     counts = len(report.files), len(tensors), len(layers)
-    if dense is None and _are_stored_as_reported(folder, layers):
-        return Verification(str(output), *counts, changed=len(report.changed_parameters))
     model = open_source(folder, trusted=trust_remote_code, packed=True).skeleton()
-    dense_tensors, rounded = None, 0
+    written, dense_tensors, rounded = StoredTensors(folder, model), None, 0
     if dense is not None:
         dense_tensors = StoredTensors(dense.folder, dense.skeleton(), dense.model)
-    written = StoredTensors(folder, model)
-    if dense is not None and dense_tensors is not None:
         for section in report.sections.values():
             if (compared := section.compare(finished, written, dense, dense_tensors)) is not None:
                 differences, rounded = compared
                 raise_if_any(output, differences)
                 dense_tensors = None
                 break
-    differences, converted = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    differences, converted = _layer_differences(model, written, dense_tensors, report)
     if converted and not report.dtype_changed:
         differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
     raise_if_any(output, differences)
@@ -178,12 +173,11 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     state = model.state_dict() if in_memory else {}
     differences = []
     for key, tensor in written:
-        if not bit_identical(state.get(key, tensor).cpu(), tensor, as_stored=False):  # the class may convert tensors
+        held = state.get(key, tensor).cpu()
+        if not bit_identical(held, tensor.to(held.dtype)):  # the class may convert tensors
             differences.append(f"{key} has other values than in memory")
     raise_if_any("The written checkpoint", differences)
-    layers = {layer.name: layer for layer in report.layers}
-    dense_tensors = None if dense is None else StoredTensors(dense, model)
-    differences, _ = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    differences, _ = _layer_differences(model, written, None if dense is None else StoredTensors(dense, model), report)
     raise_if_any("The written checkpoint", differences)
 
 
@@ -224,7 +218,7 @@ def _is_stored(tensor: Tensor, place: TensorLocation) -> bool:
     """Whether a tensor has the values of a stored one in its own dtype, or on the meta device its shape."""
     if tensor.is_meta:
         return tensor.shape == read_headers(place.file)[place.key].shape
-    return bit_identical(tensor.cpu(), read_finite(place, tensor.dtype), as_stored=False)
+    return bit_identical(tensor.cpu(), read_finite(place, tensor.dtype).to(tensor.dtype))
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,27 +276,8 @@ def _file_differences(output: Output) -> list[str]:
     return differences + [f"{name} was not written by the run" for name in loaded if name not in listed | digested]
 
 
-def _are_stored_as_reported(folder: Path, layers: Mapping[str, LayerResult]) -> bool:
-    """Whether each pruned layer is a tensor of its own, under the layer's name, and as the report says.
-
-    If not, only the model's class can tell where a layer is stored: in a fused tensor, under another name, or transposed. To
-    import it takes longer than all else that is done for a small model.
-    """
-    stored = {key: TensorLocation(file, key) for file in check_files(folder.name, folder) for key in read_headers(file)}
-    keys = {f"{name}.weight": layer for name, layer in layers.items()}
-    if not keys.keys() <= stored.keys():
-        return False
-    rounded = formats_of(stored)
-    return not any(_layer_difference(read_stored(stored[key]), layer, rounded=key in rounded) for key, layer in keys.items())
-
-
 def _layer_differences(
-    model: PreTrainedModel,
-    tensors: StoredTensors,
-    dense: StoredTensors | None,
-    *,
-    layers: Mapping[str, LayerResult],
-    changed: set[str],
+    model: PreTrainedModel, tensors: StoredTensors, dense: StoredTensors | None, report: Report
 ) -> tuple[list[str], list[str]]:
     """Differences between pruned layers and their report, and between other tensors and the dense model's, if given.
 
@@ -312,7 +287,8 @@ def _layer_differences(
     differences: list[str] = []
     converted: list[str] = []
     rounded = formats_of(tensors.files)
-    skipped, missing = changed | rounded.keys(), dict(layers)
+    layers = {layer.name: layer for layer in report.layers}
+    skipped, missing = report.changed_parameters | rounded.keys(), dict(layers)
     for key, pairs in layers_by_parameter(model, layers).items():
         pruned = [full_name for block, name in pairs if (full_name := block.full_name(name)) in layers]
         if not pruned:
@@ -418,11 +394,13 @@ class Output:
 def read_output(folder: Path) -> Output:
     """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
     file = folder / REPORT
-    check_report(folder)
+    if not file.is_file():
+        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
+        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
     report, content = read_report(file)
     if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
-    if foreign := [name for name in report.files if not _is_within(folder, name)]:
+    if foreign := [name for name in report.files if not (is_path(name) and within(folder / name, folder))]:
         raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
     return Output(folder, report, report.digests, content)
 
@@ -434,32 +412,19 @@ def read_finished(output: str | Path) -> Output:
         InvalidSetting: The folder is not an output, or is unfinished.
         BadCheckpoint: The report is damaged, or files are missing.
     """
-    folder_path(output)  # refuses anything but a path
-    folder = check_finished(output)
+    folder = folder_path(output)
+    if (folder / WORK).exists():
+        raise InvalidSetting(f"{output} {UNFINISHED}")
     finished = read_output(folder)
     if missing := sorted(name for name in finished.report.files if not (folder / name).is_file()):
         raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")
     return finished
 
 
-def changed_before(folder: Path | None) -> set[str]:
-    """The parameters besides pruned layers that the runs changed which wrote a model, as its report says; usually none.
-
-    A model that is made from such an output differs in them from the dense model too.
-    """
-    if folder is None or not (folder / REPORT).is_file():
-        return set()
-    return read_output(folder).report.changed_parameters
-
-
-def dtype_changed_before(folder: Path | None) -> bool:
-    """Whether a model was written by a run that changed the dtype of its tensors, as its report says."""
-    return folder is not None and (folder / REPORT).is_file() and read_output(folder).report.dtype_changed
-
-
-def totals_before(folder: Path | None) -> Totals | None:
-    """The totals of the run that wrote a model, as its report says; None for other models."""
-    return None if folder is None or not (folder / REPORT).is_file() else read_output(folder).report.totals
+def report_before(source: Checkpoint | InMemoryModel) -> Report | None:
+    """The report of the run that wrote a model; None for one in memory, or that no run wrote."""
+    folder = source.folder
+    return None if folder is None or not (folder / REPORT).is_file() else read_output(folder).report
 
 
 def foreign_file(folder: Path, kept: Collection[str]) -> str:
@@ -476,11 +441,3 @@ def foreign_file(folder: Path, kept: Collection[str]) -> str:
         return f"{foreign[0]}, which sparsellm did not write"
     changed = output.changed_files()
     return f"{changed[0]}, which was changed since" if changed else ""
-
-
-def _is_within(folder: Path, name: str) -> bool:
-    """Whether a file is in a folder, or is a link into the `blobs` of the hub's cache."""
-    if not is_path(name):
-        return False
-    file, root = (Path(os.path.realpath(path)) for path in (folder / name, folder))  # a link to itself is no error
-    return file.is_relative_to(root) or file.is_relative_to(root.parent.parent / "blobs")

@@ -20,8 +20,7 @@ from sparsellm.models.output_head import blocks_and_head, output_head
 from sparsellm.observers.events import OPENING, READING_TEXTS, Note, Observer, add_note, run_stage
 from sparsellm.outputs.folder import ANEW, LOG
 from sparsellm.outputs.report import Report
-from sparsellm.outputs.verification import dtype_changed_before, totals_before
-from sparsellm.outputs.zeros_before import note_before
+from sparsellm.outputs.verification import report_before
 from sparsellm.pipeline.cached_allocation import rule_of
 from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.loading import OpenedModel, check_names, open_model
@@ -161,9 +160,11 @@ def read_texts(
     if isinstance(source, Checkpoint):
         form = StoredForm.of(source.files(), skeleton)
         check_names(form, source, blocks=blocks, plan=plan)
-        for text in _source_notes(form, source, report):
+        before = report_before(source)
+        report.dtype_changed = bool(before and before.dtype_changed) or form.changes(source.dtype(recipe.dtype))
+        for text in _source_notes(form, source, recipe.dtype):
             add_note(text, report, observer)
-        for text in note_before(recipe, totals_before(source.folder)):
+        if before and (text := before.note_before(recipe)):
             observer(Note(text))  # the report says what became of the zeros
     prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, source.length)
@@ -183,11 +184,9 @@ def read_texts(
     return Texts(length, windows, tests)
 
 
-def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Iterator[str]:
-    """Notes on tensors that the output has in another form than the checkpoint, or not; changes of the dtype are recorded."""
-    target, name = source.dtype(report.recipe.dtype), report.recipe.dtype
-    rounded = form.rounded()
-    report.dtype_changed = dtype_changed_before(source.folder) or form.changes(target)
+def _source_notes(form: StoredForm, source: Checkpoint, name: str) -> Iterator[str]:
+    """Notes on tensors that the output, in the dtype of this name, has in another form than the checkpoint, or not."""
+    target, rounded = source.dtype(name), form.rounded()
     if rounded:
         dtypes, kept = " and ".join(sorted(set(rounded.values()))), "float64" if "float64" in rounded.values() else "float32"
         verb = "is" if len(rounded) == 1 else "are"

@@ -17,7 +17,7 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.observers.events import ALLOCATION, Observer, add_note, run_stage
 from sparsellm.outputs.fingerprint import check_inputs
 from sparsellm.outputs.saving import Result
-from sparsellm.outputs.verification import changed_before
+from sparsellm.outputs.verification import report_before
 from sparsellm.pipeline.cached_allocation import Allocated, cached_allocation
 from sparsellm.pipeline.dense_results import estimate_fisher
 from sparsellm.pipeline.planning import fit_to_memory
@@ -60,7 +60,8 @@ def prune_run(
             loaded = run.load_and_check()
             run.measure("dense", loaded)
             loaded = run.in_batches(loaded, partial(prune_model, run))
-            report.add_changes(changed_before(ready.source.folder))
+            if before_run := report_before(ready.source):
+                report.add_changes(before_run.changed_parameters)
             for text in report.pruning_warnings(getattr(getattr(ready.method, "solver", None), "damping", None)):
                 add_note(text, report, observer)
             with run.noting_not_measured():

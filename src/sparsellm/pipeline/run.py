@@ -17,6 +17,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.checkpoints.stamps import unchanged
 from sparsellm.errors import NonFinite
+from sparsellm.methods import NOTABLE
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.observers.events import (
@@ -40,7 +41,6 @@ from sparsellm.outputs.journal import Journal, WorkDirectory
 from sparsellm.outputs.report import Report, When
 from sparsellm.outputs.saving import Result
 from sparsellm.outputs.verification import check_unpruned
-from sparsellm.outputs.zeros_before import initial_sparsity
 from sparsellm.pipeline.dense_results import DenseCache, cache_key
 from sparsellm.pipeline.loading import Placement, check_runs, load_model
 from sparsellm.pipeline.measuring import measure_into
@@ -50,6 +50,7 @@ from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import peak_memory, release_free_memory
+from sparsellm.solvers.linalg import count_zeros
 from sparsellm.texts.padding import split_batches
 
 P = TypeVar("P", bound=Prepared)
@@ -194,7 +195,9 @@ class Run(Generic[P]):
         with run_stage(LOADING, self.report, self.observer):
             loaded = self.load()
             if not loaded.weights.on_disk:
-                self.report.initial_sparsity = initial_sparsity(blocks_of(loaded.model))
+                weights = [layer.weight for block in blocks_of(loaded.model) for layer in block.layers.values()]
+                share = sum(map(count_zeros, weights)) / max(sum(weight.numel() for weight in weights), 1)
+                self.report.initial_sparsity = share if share >= NOTABLE else 0.0
             if len(ready.windows) or ready.tests or recipe.task:
                 predicts = bool(ready.tests or recipe.task or ready.steps)
                 check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0, predicts=predicts)

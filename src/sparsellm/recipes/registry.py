@@ -234,7 +234,7 @@ def _default(name: str) -> Any:
     try:
         made = kind()
         if not (is_dataclass(kind) and isinstance(made, (LayerSolver, BlockMethod))):
-            raise TypeError("it is no frozen dataclass with `needs` and `solve`, or with the members of a BlockMethod")
+            raise TypeError("it is no frozen dataclass with needs and solve, or with the members of a BlockMethod")
         return made
     except Exception as error:  # code of others
         reason = f"{type(error).__name__}: {first_line(error)}"

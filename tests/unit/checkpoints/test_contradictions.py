@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparsellm.checkpoints.contradictions import check_fields
+from sparsellm.checkpoints.configuration import check_fields
 from sparsellm.errors import BadCheckpoint
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}

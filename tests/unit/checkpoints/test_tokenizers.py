@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from sparsellm.checkpoints import tokenizers
 from sparsellm.checkpoints.tokenizers import NoTokenizer, load_tokenizer
 from sparsellm.errors import BadCheckpoint, MissingPackage
 from tests.conftest import byte_tokenizer
@@ -84,20 +81,14 @@ def test_numbers_of_added_tokens_that_contradict_each_other(tmp_path: Path) -> N
         load_tokenizer("m", tmp_path, trusted=False)
 
 
-@pytest.mark.parametrize("absent", [("sentencepiece",), ("google.protobuf",), ("sentencepiece", "google.protobuf")])
+@pytest.mark.parametrize("absent", [("sentencepiece",), ("protobuf",), ("sentencepiece", "protobuf")])
 def test_packages_that_are_not_installed(absent: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names those that are missing, and the extra."""
-
-    def find(name: str) -> ModuleSpec | None:
-        if name in absent:
-            return None
-        return ModuleSpec(name, None) if name in tokenizers.SENTENCEPIECE_PACKAGES else find_spec(name)
-
-    monkeypatch.setattr(tokenizers, "find_spec", find)
+    for package in ("sentencepiece", "protobuf"):
+        monkeypatch.setattr(f"transformers.utils.is_{package}_available", lambda package=package: package not in absent)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
     folder = folder_of(tmp_path, "LlamaTokenizer", **{"tokenizer.model": "\n\x0e"})
-    names = " and ".join(tokenizers.SENTENCEPIECE_PACKAGES[module] for module in absent)
-    with pytest.raises(MissingPackage, match=rf"{names}: .*sparsellm\[sentencepiece\]"):
+    with pytest.raises(MissingPackage, match=rf"{' and '.join(absent)}: .*sparsellm\[sentencepiece\]"):
         load_tokenizer("m", folder, trusted=False)
 
 

@@ -14,12 +14,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm import __version__
-from sparsellm.checkpoints.configuration import read_config
-from sparsellm.checkpoints.contradictions import check_doubles
+from sparsellm.checkpoints.configuration import check_doubles, read_config
 from sparsellm.checkpoints.documents import DocumentFiles, copy_documents, documents_of
-from sparsellm.checkpoints.files import REPORT, WORK, check_files, checkpoint_name
+from sparsellm.checkpoints.files import REPORT, WORK, check_files, checkpoint_name, find_checkpoint
 from sparsellm.checkpoints.headers import file_metadata, read_headers
-from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.readers import quantization_settings
 from sparsellm.checkpoints.stamps import SourceChanged, Stamps, unchanged
 from sparsellm.checkpoints.stored_form import shard_names, write_index
@@ -56,7 +54,7 @@ class Source:
     @classmethod
     def open(cls, name: str | Path) -> Source:
         """Find a checkpoint by its folder, hub name or "demo:opt"."""
-        folder = open_folder(checkpoint_name(name))
+        folder = find_checkpoint(checkpoint_name(name))
         files = check_files(str(name), folder)
         stamps = Stamps.of(str(name), folder, files, documents_of(folder, weights=files, trusted=True))
         check_doubles(str(name), files)

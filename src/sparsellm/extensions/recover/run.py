@@ -27,7 +27,7 @@ from sparsellm.observers.events import OPENING, READING_TEXTS, Observer, add_not
 from sparsellm.outputs.fingerprint import check_inputs
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result
-from sparsellm.outputs.verification import changed_before
+from sparsellm.outputs.verification import report_before
 from sparsellm.pipeline.dense_results import estimate_fisher
 from sparsellm.pipeline.loading import check_runs, load_model, open_model
 from sparsellm.pipeline.run import Run, RunArguments, recorded
@@ -71,7 +71,8 @@ def recover_run(
             run.measure("dense", loaded)
             report.add_before(before)
             loaded = run.in_batches(loaded, partial(_recover, run))
-            report.add_changes(changed_before(ready.source.folder))
+            if before_run := report_before(ready.source):
+                report.add_changes(before_run.changed_parameters)
             for text in recovery_warnings(report):
                 add_note(text, report, observer)
             with run.noting_not_measured():

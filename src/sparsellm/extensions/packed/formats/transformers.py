@@ -21,7 +21,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsellm.checkpoints.files import checkpoint_name
-from sparsellm.checkpoints.headers import read_all_headers
+from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.machine_cache import use_cache
 from sparsellm.errors import BadCheckpoint, InvalidSetting, dtype_name
@@ -93,9 +93,8 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         self.packed = {name: weight for file in self._files for name, weight in packed_weights(file).items()}
         if not self.packed:
             raise BadCheckpoint("config.json says that the model is packed, and its weight files list no packed tensors.")
-        converter = plan_conversion(
-            model, weight_conversions, packed=self.packed, dense=read_all_headers(self._files).keys() - self.packed.keys()
-        )
+        dense = {key for file in self._files for key in read_headers(file)} - self.packed.keys()
+        converter = plan_conversion(model, weight_conversions, packed=self.packed, dense=dense)
         self._scales = converter.scales
         if decoded := converter.decoded():
             others = f" and {len(decoded) - 1} others" if decoded[1:] else ""
