@@ -1,6 +1,6 @@
 """What each of several processes does in the tests: prune tiny models by every method, and keep what came of it.
 
-Run by a launcher, `torchrun --nproc-per-node N tests/several.py FOLDER`, as tests/distributed/test_distributed.py does.
+Run by a launcher, `torchrun --nproc-per-node N tests/several.py FOLDER`, as tests/extensions/distributed does.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def is_finite_pair(error: float, power: float) -> bool:
 
 
 class SolveMemory(NamedTuple):
-    """float32 matrices that a solve holds at its peak, beside its problem; counted (tests/integration/test_planning.py)."""
+    """float32 matrices that a solve holds at its peak, beside its problem; counted (`test_planning.py`)."""
 
     matrices: float  # (out, in)
     squares: float  # (in, in); with a curvature, as many (out, out) too

@@ -1,1 +1,0 @@
-"""Tests of the command line and of what the documentation shows."""

@@ -1,0 +1,1 @@
+"""Tests of what prunes a model; they pass without the folder of extensions."""

@@ -1,1 +1,0 @@
-"""Tests of several processes."""

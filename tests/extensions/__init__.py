@@ -1,0 +1,1 @@
+"""Tests of extensions: a folder for each, and files that use several."""

@@ -1,1 +1,0 @@
-"""Tests of whole runs from Python, on tiny random models."""

@@ -1,0 +1,1 @@
+"""Tests of the repository: who imports whom, documentation, benchmarks, the build."""

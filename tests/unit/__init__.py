@@ -1,1 +1,0 @@
-"""Tests of single functions; they load no model of transformers."""

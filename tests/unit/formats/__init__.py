@@ -1,1 +1,0 @@
-"""Tests of `sparsellm.extensions.packed.formats`."""
