@@ -51,7 +51,7 @@ def test_a_method_is_shown_with_its_settings() -> None:
     """Each field of its class with the default and its line of the docstring, and solvers by name."""
     shown = CliRunner().invoke(app, ["info", "algorithm1"], env={"COLUMNS": "100"})
     assert shown.exit_code == 0
-    rows = {words[0]: words[1] for line in shown.stdout.splitlines() if len(words := line.split()) > 1}
+    rows = {words[0]: words[2] for line in shown.stdout.splitlines() if len(words := line.split()) > 2}
     assert (rows["epochs"], rows["solver"], rows["blocks"]) == ("4", "sparsegpt", "None")
     assert "keep_zeros" not in rows
     for name in METHODS:

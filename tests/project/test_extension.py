@@ -430,7 +430,7 @@ def test_a_method_of_a_package_has_a_name(tmp_path: Path, program: Program) -> N
     assert "ria(power=0)" in swept.stdout, swept.stderr
     shown = program("info", "ria").stdout
     assert "Relative importance and activations" in shown
-    assert re.search(r"^power +0\.5 +Exponent of the inputs' norms", shown, re.MULTILINE)
+    assert re.search(r"^power +float +0\.5 +Exponent of the inputs' norms", shown, re.MULTILINE)
     (tmp_path / "my_pruner-1.5.dist-info").rename(tmp_path / "away")
     assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
     again = program("plan", "--config", tmp_path / "out")
