@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @overload
 def prune(
     model: str | Path | PreTrainedModel,
-    method: MethodName | LayerSolver | BlockMethod = ...,
+    method: MethodName | str | LayerSolver | BlockMethod = ...,
     sparsity: str | float | Pattern | None = ...,
     *,
     calibration: str | Path | CalibrationData | None = ...,
@@ -43,7 +43,7 @@ def prune(
 @overload
 def prune(
     model: str | Path,
-    method: MethodName | LayerSolver | BlockMethod = ...,
+    method: MethodName | str | LayerSolver | BlockMethod = ...,
     sparsity: list[Any] | tuple[Any, ...] = ...,
     *,
     calibration: str | Path | CalibrationData | None = ...,
@@ -54,7 +54,7 @@ def prune(
 @recipe_keywords(PruneKeywords)
 def prune(
     model: str | Path | PreTrainedModel,
-    method: MethodName | LayerSolver | BlockMethod = "sparsellm",
+    method: MethodName | str | LayerSolver | BlockMethod = "sparsellm",
     sparsity: str | float | Pattern | list[Any] | tuple[Any, ...] | None = None,
     *,
     calibration: str | Path | CalibrationData | None = None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @recipe_keywords(PruneKeywords)
 def plan(
     model: str | Path | PreTrainedModel,
-    method: MethodName | LayerSolver | BlockMethod = "sparsellm",
+    method: MethodName | str | LayerSolver | BlockMethod = "sparsellm",
     sparsity: str | float | Pattern | None = None,
     *,
     calibration: str | Path | CalibrationData | None = None,

@@ -126,7 +126,7 @@ def search(
     min_accuracy: Mapping[str, float] | str | None = None,
     max_size: str | int | None = None,
     step: str | float = "1%",
-    method: MethodName = "sparsellm",
+    method: MethodName | str = "sparsellm",
     calibration: str | Path | None = None,
     overwrite: bool = False,
     progress: bool = False,

@@ -16,7 +16,7 @@ from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.recipes.fields import split_name
 from sparsellm.recipes.file import explain, read_recipe
 from sparsellm.recipes.recipe import Recipe
-from sparsellm.recipes.registry import METHODS_OF_BLOCKS, SOLVERS, settings_of
+from sparsellm.recipes.registry import method_names, settings_of
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping, read_value
@@ -248,7 +248,10 @@ def _fields(name: str, value: Any, problem: str) -> dict[str, Any]:
     """The field of a recipe of a name, or the setting of a method; an error for any other name starts with `problem`."""
     if name in Recipe.model_fields:
         return {name: value}
-    settings = {setting for method in (*SOLVERS, *METHODS_OF_BLOCKS) for setting in settings_of(method)}
+    settings = set[str]()
+    for method in method_names():
+        with suppress(InvalidSetting):  # a package's that cannot be used; a cell of it is refused
+            settings.update(settings_of(method))
     return {"settings": {check_known(name, {*Recipe.model_fields, *settings}, problem): value}}
 
 
@@ -264,7 +267,7 @@ def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) 
         label = known_label(axis, label, axes[axis])
         fields = axes[axis][check_known(label, axes[axis], f"The change {change!r} names an unknown label of {axis!r}")]
     for name, value in _fields(axis, read_value(text), f"The change {change!r} names an unknown field").items():
-        fields[name] = {**fields.get(name, {}), **value} if name == "settings" else value
+        fields[name] = {**_settings_in(fields), **value} if name == "settings" else value
 
 
 def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Excluded:
@@ -324,12 +327,20 @@ def _combinations(
         fields: dict[str, Any] = {}
         for axis, label in labels.items():
             point = axes[axis][label]
-            settings, more = fields.get("settings", {}), point.get("settings", {})
+            settings, more = _settings_in(fields), _settings_in(point)
             if duplicates := fields.keys() & (point.keys() - {"settings"}) | (settings.keys() & more.keys()):
                 raise InvalidSetting(f"Two axes set {min(duplicates)!r} at {label!r}. Let one of them set it.")
             fields |= point | ({"settings": {**settings, **more}} if settings or more else {})
-        settings = {**shared.get("settings", {}), **fields.get("settings", {})}
+        settings = {**_settings_in(shared), **_settings_in(fields)}
         yield labels, {**shared, **fields} | ({"settings": settings} if settings else {})
+
+
+def _settings_in(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the method among fields of a recipe."""
+    settings = {} if fields.get("settings") is None else fields["settings"]
+    if not isinstance(settings, Mapping):
+        raise InvalidSetting(f"`settings:` must be `name: value` lines, got {settings!r}.")
+    return settings
 
 
 def _check_distinct(cells: Sequence[Cell]) -> None:
