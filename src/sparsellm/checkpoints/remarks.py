@@ -11,7 +11,7 @@ Receive = Callable[[str, bool], None]
 """Called with a remark, and whether no context around this one has received it."""
 
 _contexts: ContextVar[tuple[tuple[Receive, set[Hashable]], ...]] = ContextVar("receivers of remarks", default=())
-"""What receives remarks, the innermost last, each with the subjects that it knows."""
+"""The receivers of remarks, the innermost last, each with the subjects that it knows."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, nearest, printable
 from sparsellm.recipes.fields import ALLOCATIONS
 from sparsellm.recipes.path_names import is_file, local_files
 from sparsellm.recipes.recipe import Recipe, RunRecipe
-from sparsellm.recipes.registry import is_object, method_names
+from sparsellm.recipes.registry import is_object, method_names, names_in
 from sparsellm.texts.json_files import Unreadable, check_value, is_path, read_record
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping
@@ -140,11 +140,11 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
         raise InvalidSetting(
             f"{path} is of the method {content.get('method')}, an object of Python: pass it as `method` there."
         )
-    packages = content.pop("packages", {}) if saved else {}
+    packages, named = content.pop("packages", {}) if saved else {}, names_in(content)
     for key in content:
-        is_missing = content[key] not in method_names() if key == "method" else key not in Recipe.model_fields
+        is_missing = named[key] not in method_names() if key in named else key not in Recipe.model_fields
         if isinstance(packages, dict) and key in packages and is_missing:
-            brought = content[key] if key == "method" else key
+            brought = named.get(key, key)
             raise InvalidSetting(f"{path} needs the package {packages[key]}, which brings {brought!r} and is not installed.")
         if str(key) not in Recipe.model_fields:
             similar = nearest(str(key), Recipe.model_fields)

@@ -18,7 +18,7 @@ from sparsellm.recipes.fields import (
     RunFields,
     parse_size,
 )
-from sparsellm.recipes.registry import build, check_method, package_of, reads_inputs
+from sparsellm.recipes.registry import build, check_method, names_in, package_of, reads_inputs
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -121,7 +121,7 @@ class RunRecipe(RunFields):
 
     @property
     def packages(self) -> dict[str, str]:
-        """The packages, with their versions, that bring fields of the recipe, by field; that of a method as `method`."""
+        """The packages, with their versions, that bring fields of the recipe or the methods that these name, by field."""
         return {name: package for name, package in BROUGHT_BY.items() if name in type(self).model_fields}
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,8 +233,8 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def packages(self) -> dict[str, str]:
-        package = package_of(self.method)
-        return super().packages | ({"method": package} if package else {})
+        named = names_in(self.model_dump(include={"method", "settings"}))
+        return super().packages | {field: package for field, name in named.items() if (package := package_of(name))}
 
     @property
     def _reads_inputs(self) -> bool:

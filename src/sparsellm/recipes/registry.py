@@ -67,6 +67,14 @@ def is_object(fields: Mapping[str, Any]) -> bool:
     return isinstance(method, str) and not has_name
 
 
+def names_in(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The names of methods in the fields of a recipe, by field: the method, and the solver among its settings."""
+    settings = fields.get("settings")
+    solver = settings.get("solver") if isinstance(settings, Mapping) else None
+    named = {"method": fields.get("method"), "settings": solver.get("name") if isinstance(solver, Mapping) else solver}
+    return {field: name for field, name in named.items() if isinstance(name, str)}
+
+
 def package_of(name: str) -> str:
     """The package that brings a method, with its version; empty for a method of sparsellm, and for an unknown one."""
     return "" if name in METHODS else packages_of("methods", name)
@@ -176,8 +184,8 @@ def build(
             raise InvalidSetting(f"`{wrong}` goes with a solver, and the method {name} has no such field. Leave it out.")
         method = replace(made, **{key: x for key, x in by_recipe.items() if key in known})
         return method
-    own = {key: x for key, x in settings.items() if key != SEQUENTIAL or not _may_be_sequential(default)}
-    is_sequential = settings.get(SEQUENTIAL, False) if len(own) < len(settings) else False
+    own = dict(settings)
+    is_sequential = own.pop(SEQUENTIAL, False) if _may_be_sequential(default) else False
     if not isinstance(is_sequential, bool):
         raise _refusal(name, f"{SEQUENTIAL} of the method {name} must be true or false, got {is_sequential!r}.")
     solver = _with_settings(name, own)
@@ -259,6 +267,6 @@ def _in_float32(solver: Any) -> Any:
 
 
 def _imported(place: str) -> Any:
-    """What is at a place, "module:name"."""
+    """Import the object at a place, "module:name"."""
     module, _, name = place.partition(":")
     return attrgetter(name)(import_module(module))

@@ -79,7 +79,7 @@ def searched(report: Report) -> Plot | None:
     figure = line_figure(lines, [[""]], xlabel="sparsity, %", ylabel=label, kinds=[effort for _, effort in lines])
     text = f"Sparsities that the search tried, for {search.target}: {sum(x.met for x, _ in points)} of {len(points)} meet it."
     if unsure := sum(x.undecided for x, _ in points):
-        text += f" Of {unsure} it cannot be told: the measurement is within its error of the target."
+        text += f" {unsure} cannot be decided: the measurement is within its error of the target."
     return Plot("search", "Search", text, *search_table(search.points), figure)
 
 
