@@ -14,7 +14,7 @@ import yaml
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.evaluation.differences import Parts
-from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.evaluation.results import Accuracy, Perplexity
 from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench, MatrixSize, Packed, Speed
 from sparsellm.extensions.recover.recipe import RecoveryRecipe
 from sparsellm.extensions.studies.search_result import Point, SearchResult

@@ -26,7 +26,7 @@ LINES = {
     "observers": 700,
     "outputs": 2_547,
     "pipeline": 2_847,
-    "recipes": 1_763,
+    "recipes": 1_764,
     "runtime": 1_463,
     "solvers": 2_192,
     "texts": 2_315,

@@ -1,4 +1,4 @@
-"""Which layers keep how much: scores of layers (OWL, Fisher, error curves), and the budget of zeros or bits that they share.
+"""How many weights each layer keeps: scores of layers (OWL, Fisher), and the budget of zeros that they share.
 
 Imports `methods` and the folders above it.
 """

@@ -1,4 +1,4 @@
-"""The command line: the commands, their options, the progress display and the tables.
+"""The command line: the commands of the core, their options, and the tables.
 
-Only `__main__` imports this folder.
+Imported by `__main__` and by commands of extensions.
 """

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsellm.cli.console import print_line, show, text_table
 from sparsellm.errors import capitalized, plural
-from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, change_of, is_fraction, mean, measure_of
+from sparsellm.evaluation.results import Accuracy, Evaluation, Perplexity, change_of, is_fraction, mean, measure_of
 from sparsellm.observers.display import percent, with_standard_error
 from sparsellm.outputs.inspection import Inspection, LayerZeros
 from sparsellm.outputs.report import Report, When

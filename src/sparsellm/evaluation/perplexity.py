@@ -1,4 +1,4 @@
-"""Perplexity on sequences of a text, with its standard error, and KL divergence from the dense model's predictions."""
+"""Perplexity on sequences of a text, with its standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.errors import InvalidSetting, NonFinite, dtype_name
 from sparsellm.evaluation.differences import Parts
-from sparsellm.evaluation.measurements import Perplexity
+from sparsellm.evaluation.results import Perplexity
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel, check_in_memory, input_device, model_errors

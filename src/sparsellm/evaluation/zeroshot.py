@@ -19,7 +19,7 @@ from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadText, TooLarge, printable
 from sparsellm.evaluation import task_definitions as definitions
 from sparsellm.evaluation.differences import Parts
-from sparsellm.evaluation.measurements import Accuracy
+from sparsellm.evaluation.results import Accuracy
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives

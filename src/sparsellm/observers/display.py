@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sparsellm.errors import printable
-from sparsellm.evaluation.measurements import is_fraction
+from sparsellm.evaluation.results import is_fraction
 from sparsellm.observers.events import Event, Measured, NextRun, Note, Stage
 from sparsellm.observers.progress import Progress, State, human_seconds
 from sparsellm.runtime.memory import memory_in_use

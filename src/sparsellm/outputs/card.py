@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from sparsellm.checkpoints.files import Origin
-from sparsellm.evaluation.measurements import plus_minus
+from sparsellm.evaluation.results import plus_minus
 
 HUB_ADDRESS = "https://huggingface.co"
 """Base address of a card's links to models on the hub."""

@@ -13,7 +13,7 @@ from sparsellm.checkpoints.files import REPORT
 from sparsellm.checkpoints.loading import open_source
 from sparsellm.checkpoints.side_files import HoldsFormats, StoredFormat, formats_of
 from sparsellm.errors import plural
-from sparsellm.evaluation.measurements import Summarized
+from sparsellm.evaluation.results import Summarized
 from sparsellm.methods import StoredPattern
 from sparsellm.outputs.report import load_report
 from sparsellm.solvers.linalg import all_finite, count_zeros

@@ -13,7 +13,7 @@ from sparsellm.checkpoints.files import REPORT, Origin
 from sparsellm.checkpoints.remarks import remark
 from sparsellm.errors import BadCheckpoint, MissingPackage, plural, printable
 from sparsellm.evaluation.differences import Difference
-from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, change_of, plus_minus
+from sparsellm.evaluation.results import Accuracy, Perplexity, Summarized, change_of, plus_minus
 from sparsellm.extension import find
 from sparsellm.methods import (
     BLOCK_RESULT,

@@ -24,7 +24,7 @@ from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
 from sparsellm.errors import InvalidSetting, OutputExists, dtype_name, written_to
-from sparsellm.evaluation.measurements import Summarized
+from sparsellm.evaluation.results import Summarized
 from sparsellm.outputs.folder import (
     ANEW,
     CARD,

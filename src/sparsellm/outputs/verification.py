@@ -32,7 +32,7 @@ from sparsellm.checkpoints.tensor_index import (
     tensor_digests,
 )
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed, dtype_name, first_line, plural
-from sparsellm.evaluation.measurements import Summarized
+from sparsellm.evaluation.results import Summarized
 from sparsellm.methods import LayerResult, Plan
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head

@@ -16,8 +16,8 @@ from sparsellm.checkpoints.files import find_checkpoint
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, named_model
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.evaluation.measurements import Evaluation, Perplexity
 from sparsellm.evaluation.perplexity import measure_perplexity, refuse_unless_causal, token_perplexity
+from sparsellm.evaluation.results import Evaluation, Perplexity
 from sparsellm.evaluation.task_definitions import prepare_tasks
 from sparsellm.observers.display import Display
 from sparsellm.observers.events import (

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.checkpoints.remarks import remark, remarks_to
-from sparsellm.evaluation.measurements import Accuracy, Perplexity, measure_of
 from sparsellm.evaluation.perplexity import measure_perplexity, remark_overflow
+from sparsellm.evaluation.results import Accuracy, Perplexity, measure_of
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.observers.events import (

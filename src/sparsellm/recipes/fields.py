@@ -28,7 +28,6 @@ from pydantic import (
 from sparsellm.errors import InvalidSetting, first_line
 from sparsellm.extension import PROBLEMS, installed, names_of
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
-from sparsellm.texts.yaml_files import read_value
 
 if TYPE_CHECKING:
     from sparsellm.methods import AfterSolve
@@ -379,6 +378,8 @@ def fields_with(kind: type[RunFields], *traits: Trait) -> tuple[str, ...]:
 
 def _parse_setting(text: Any) -> tuple[str, Any]:
     """The name and the value of a setting of the command line."""
+    from sparsellm.texts.yaml_files import read_value  # imports PyYAML, which `--help` needs not
+
     name, equals, value = str(text).partition("=")
     if not equals:
         raise InvalidSetting(f"`settings` must be NAME=VALUE, got {str(text)!r}.")

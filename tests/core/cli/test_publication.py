@@ -18,7 +18,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.checkpoints.documents import without_paths
-from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.evaluation.results import Accuracy, Perplexity
 from sparsellm.outputs.card import fenced, plain
 from sparsellm.outputs.report import Report
 from sparsellm.recipes.path_names import PathNames

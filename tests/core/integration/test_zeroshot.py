@@ -15,7 +15,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable
 from sparsellm.evaluation import task_definitions
-from sparsellm.evaluation.measurements import mean
+from sparsellm.evaluation.results import mean
 from sparsellm.evaluation.task_definitions import prepare_tasks, spec
 from sparsellm.pipeline.evaluate import evaluate
 from tests.conftest import SHARED, extensions

@@ -16,7 +16,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, VerificationFailed
-from sparsellm.evaluation.measurements import Accuracy
+from sparsellm.evaluation.results import Accuracy
 from sparsellm.extensions.studies.search import search_sparsity
 from sparsellm.extensions.studies.target import Target
 from sparsellm.observers.events import Event, NextRun, Note

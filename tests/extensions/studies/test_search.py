@@ -21,7 +21,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import InvalidSetting, OutputExists, TargetNotReached
 from sparsellm.evaluation.differences import Difference
-from sparsellm.evaluation.measurements import Accuracy
+from sparsellm.evaluation.results import Accuracy
 from sparsellm.extensions.studies import search as searching
 from sparsellm.extensions.studies.search import bisect
 from sparsellm.extensions.studies.search_result import Point, SearchResult

@@ -24,7 +24,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.side_files import formats_of
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, locations_of, read_stored
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
-from sparsellm.evaluation.measurements import Summarized
+from sparsellm.evaluation.results import Summarized
 from sparsellm.extensions.integers.formats import BITS_OF, IntegerFormat, integer_name
 from sparsellm.extensions.integers.quantization import Quantized, Scales, dequantized, expand_groups, round_to_nearest
 from sparsellm.extensions.integers.scales_file import check_unrounded, exact_integers, read_scales

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sparsellm.errors import plural, printable
-from sparsellm.evaluation.measurements import Summarized
+from sparsellm.evaluation.results import Summarized
 from sparsellm.extensions.integers.formats import integer_name
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.sections import Section

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from sparsellm.evaluation.measurements import Summarized
+from sparsellm.evaluation.results import Summarized
 from sparsellm.models.coverage import Coverage
 from sparsellm.observers.progress import human_seconds
 from sparsellm.pipeline.planning import Estimate

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import plural
-from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.evaluation.perplexity import measure_perplexity
+from sparsellm.evaluation.results import Perplexity
 from sparsellm.extensions.recover.block_recovery import recovery_plan
 from sparsellm.extensions.recover.preparation import MEASURING_CHECKPOINT, PreparedRecovery, fit_to_disk, prepare_recovery
 from sparsellm.extensions.recover.recipe import RecoveryRecipe

@@ -13,7 +13,7 @@ from typing import Any
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import InvalidSetting, capitalized, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
-from sparsellm.evaluation.measurements import Perplexity
+from sparsellm.evaluation.results import Perplexity
 from sparsellm.extensions.studies.measures import Figure, Ranking, Table, figure_of, measures, rank_figures, short_names
 from sparsellm.extensions.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
 from sparsellm.outputs.folder import check_results, is_sweep

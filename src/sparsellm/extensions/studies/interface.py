@@ -13,7 +13,7 @@ import torch
 
 from sparsellm.checkpoints.files import REPORT, WORK, checkpoint_name
 from sparsellm.errors import InvalidSetting, OutputExists
-from sparsellm.evaluation.measurements import Summarized
+from sparsellm.evaluation.results import Summarized
 from sparsellm.extensions.packed.card import record_speed, recordable
 from sparsellm.extensions.packed.record import Bench
 from sparsellm.extensions.packed.speed import measure_bench

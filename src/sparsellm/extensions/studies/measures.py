@@ -17,7 +17,7 @@ from sparsellm.evaluation.differences import (
     joined_deviations,
     mean_deviations,
 )
-from sparsellm.evaluation.measurements import Accuracy, Perplexity, is_fraction, mean, measure_of
+from sparsellm.evaluation.results import Accuracy, Perplexity, is_fraction, mean, measure_of
 from sparsellm.outputs.report import PrunedReport, Report, When
 
 BITS_A_WEIGHT = "bits a weight"

@@ -14,7 +14,7 @@ from pathlib import Path
 from sparsellm.checkpoints.files import WORK
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
-from sparsellm.evaluation.measurements import is_fraction
+from sparsellm.evaluation.results import is_fraction
 from sparsellm.extensions.studies.search_result import SEARCH, Point, SearchResult
 from sparsellm.extensions.studies.sweep_file import Cell
 from sparsellm.extensions.studies.sweep_runner import CellFolder, run_cell

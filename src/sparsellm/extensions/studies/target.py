@@ -11,7 +11,7 @@ from pathlib import PurePath
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.evaluation.differences import MEASURABLE, Difference
-from sparsellm.evaluation.measurements import Accuracy
+from sparsellm.evaluation.results import Accuracy
 from sparsellm.extensions.packed.formats.packed_tensors import estimated_bytes
 from sparsellm.extensions.studies.search_result import Point
 from sparsellm.models.output_head import blocks_and_head
