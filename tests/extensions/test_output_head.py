@@ -402,4 +402,4 @@ def test_a_file_may_give_the_head_its_pattern(untied: Path, tmp_path: Path) -> N
     assert str(layers["lm_head"].pattern) == "25%"
     assert layers["lm_head"].zeros == 260 * 8
     total = sum(layer.shape[0] * layer.shape[1] for layer in layers.values())
-    assert sum(layer.zeros for layer in layers.values()) == parse_pattern("50%").count_removed(total)
+    assert sum(layer.zeros for layer in layers.values()) == parse_pattern("50%").count_removed([total])

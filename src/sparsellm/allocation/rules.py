@@ -78,7 +78,7 @@ def allocate(
     densities = owl(loaded, batches, plan, cache) if rule == "owl" else fisher(loaded, batches, plan, factors=factors)
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     pattern = next(iter(plan.values()))
-    total = pattern.count_removed(sum(sizes.values()))
+    total = round(pattern.sparsity * sum(sizes.values()))
     removed = round_to_total({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total)
     return {name: Unstructured(removed[name] / sizes[name]) for name in plan} | head
 

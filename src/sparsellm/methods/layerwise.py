@@ -156,8 +156,8 @@ def _prune_non_blocking(
     for name, layer_stats in statistics.items():
         layer_stats.finalize()
         problem, pattern = problem_of(block, name, layer_stats), plan[block.full_name(name)]
-        if pattern.count_removed(problem.weight.numel()):
-            weight, success = solver.solve_async(problem, pattern)
+        if pattern.count_removed(problem.weight.shape):
+            weight, success = solver.solve_async(problem, pattern.for_costs(problem.removal_costs))
         else:
             weight, success = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
         weights.append(block.rounded_to_storage(name, weight))
@@ -173,7 +173,7 @@ def _prune_non_blocking(
             yield prune_layer(block, name, problem, solver=solver, plan=plan, routed_tokens=routed)
             continue
         block.assign(name, weight)
-        is_pruned = plan[block.full_name(name)].count_removed(weight.numel())
+        is_pruned = plan[block.full_name(name)].count_removed(weight.shape)
         yield layer_result(
             block,
             name,
@@ -237,12 +237,13 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
         NonFinite: If the weight is not finite.
         InvalidSetting: If a solver of the user's own has a value for a weight that `problem.pruned_mask` keeps at zero.
     """
-    if pattern.count_removed(problem.weight.numel()) == 0:
+    if pattern.count_removed(problem.weight.shape) == 0:
         mask = problem.pruned_mask
         return problem.weight.clone() if mask is None else problem.weight.masked_fill(mask, 0), None
     if problem.inputs.tokens == 0 and solver.needs is not TokenCount:
         score = problem.weight.abs() if problem.row_scale is None else problem.weight.abs() * problem.row_scale
         return problem.weight * problem.keep(pattern, score), None
+    pattern = pattern.for_costs(problem.removal_costs)
     try:
         while True:
             damping: float | None = getattr(solver, "damping", None)

@@ -208,7 +208,7 @@ def inspect(
         missing=tuple(sorted(set(names) - {layer.name for layer in layers})),
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
-        total_holds=pattern is None or not allocated or removed >= pattern.count_removed(weights) - len(checked),
+        total_holds=pattern is None or not allocated or removed >= round(pattern.sparsity * weights) - len(checked),
         packed=source.quantization or " ".join(filter(None, sections)),
         not_finite=sum(not_finite.values()),
         not_finite_in=tuple(not_finite),

@@ -334,7 +334,7 @@ class Report(Summarized):
             yield f"of the weights in the pruned layers {zeros}. {advice}"
         if isinstance(recipe, Recipe) and recipe.projecting:
             return  # kept weights that round to 0 are zeros too
-        more = [x for x in self.layers if x.zeros > max(x.zeros_before, x.pattern.count_removed(x.shape[0] * x.shape[1]))]
+        more = [x for x in self.layers if x.zeros > max(x.zeros_before, x.pattern.count_removed(x.shape))]
         if more:
             yield (
                 f"{len(more)} layers have more zeros than requested, {more[0].name} first "

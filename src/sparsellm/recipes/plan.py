@@ -156,8 +156,9 @@ def plan_from_file(path: str | Path, plan: Plan, layers: Sequence[LayerName], pa
             except InvalidSetting as error:
                 raise InvalidSetting(f"{path}, {name}: {error}") from None
     sizes = {name: shapes[name][0] * shapes[name][1] for name in plan}
-    total = pattern.count_removed(sum(sizes.values()))
-    removed = sum(result[name].count_removed(sizes[name]) for name in result)
+    together = round(pattern.sparsity * sum(sizes.values()))
+    total = together if pattern.is_shareable else sum(pattern.count_removed(shape) for shape in shapes.values())
+    removed = sum(result[name].count_removed(shapes[name]) for name in result)
     rest = [name for name in plan if name not in result]
     rest_size = sum(sizes[name] for name in rest)
     if not rest and abs(removed - total) > len(result):

@@ -7,9 +7,10 @@ Imports torch only where a mask is made, so that settings can be checked without
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,8 +61,16 @@ class Pattern(ABC):
         """Raise InvalidSetting for an (out, in) shape that the pattern does not fit."""
 
     @abstractmethod
-    def count_removed(self, count: int) -> int:
-        """Number of weights removed out of `count`."""
+    def count_removed(self, shape: Sequence[int]) -> int:
+        """Number of weights removed from a layer of an (out, in) shape."""
+
+    def for_costs(self, costs: Callable[[], Tensor]) -> Pattern:
+        """The pattern for one layer problem, with all that its masks share whatever the score; called before every solve.
+
+        Args:
+            costs: Gives (out, in), the estimated error from removing each weight alone (`LayerProblem.removal_costs`).
+        """
+        return self
 
     @abstractmethod
     def holds(self, weight: Tensor) -> bool:
@@ -118,17 +127,17 @@ class Unstructured(Pattern):
     def describe(self, predicate: str = "removed") -> str:
         return f"{100 * self.sparsity:.5g} % {predicate}, unstructured"
 
-    def count_removed(self, count: int) -> int:
-        return round(self.sparsity * count)
+    def count_removed(self, shape: Sequence[int]) -> int:
+        return round(self.sparsity * math.prod(shape))
 
     def holds(self, weight: Tensor) -> bool:
-        return weight.numel() - int(weight.count_nonzero()) >= self.count_removed(weight.numel())
+        return weight.numel() - int(weight.count_nonzero()) >= self.count_removed(weight.shape)
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of the whole layer, or of each row."""
         import torch
 
-        total = self.count_removed(score.numel())
+        total = self.count_removed(score.shape)
         if not per_row:
             return keep_largest(score, total)
         rows = score.shape[0]
@@ -187,8 +196,8 @@ class NM(Pattern):
                 "Leave the layer out with `exclude`, or use an unstructured sparsity."
             )
 
-    def count_removed(self, count: int) -> int:
-        return count * self.zeros // self.group
+    def count_removed(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self.zeros // self.group
 
     def holds(self, weight: Tensor) -> bool:
         if weight.shape[1] % self.group:

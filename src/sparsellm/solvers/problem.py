@@ -86,6 +86,15 @@ class LayerProblem:
         """
         return keep_unpruned(self.pruned_mask, score, partial(pattern.keep, per_row=per_row))
 
+    def removal_costs(self) -> Tensor:
+        """(out, in): the error from removing each weight alone, with the inputs and the outputs taken as uncorrelated."""
+        costs = self.weight.square()
+        if isinstance(self.inputs, InputRMS):
+            costs *= self.rms.square()
+        if self.row_scale is not None:
+            costs *= self.row_scale.square()
+        return costs if self.pruned_mask is None else costs.masked_fill_(self.pruned_mask, 0)
+
     @property
     def gram(self) -> Tensor:
         """G with its shrinkage, (in, in), in the weight's dtype, a copy. Raises InvalidSetting if there is no `Gram`."""

@@ -115,7 +115,7 @@ class SparseGPT:
             keep = None
             if pattern.column_span is None:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
-                removed = pattern.count_removed(outputs * end) - pattern.count_removed(outputs * start)
+                removed = pattern.count_removed((outputs, end)) - pattern.count_removed((outputs, start))
                 score = _scores(block_columns, block_factor) * factors.row
                 keep = keep_unpruned(pruned_mask, score, partial(keep_largest, removed=removed))
             if pruned_mask is None and kernel_supports(block_columns, pattern):

@@ -136,7 +136,7 @@ def test_allocated_sparsity_adds_up_exactly(family: str, rule: str, sparsity: st
     shared = allocate(rule, model, batches(), plan)
     assert list(shared) == list(plan)
     total = sum(sizes[name] for name in plan)
-    assert sum(shared[name].count_removed(sizes[name]) for name in plan) == parse_pattern(sparsity).count_removed(total)
+    assert sum(shared[name].count_removed([sizes[name]]) for name in plan) == parse_pattern(sparsity).count_removed([total])
     assert max(pattern.sparsity for pattern in shared.values()) - min(pattern.sparsity for pattern in shared.values()) > 0.02
     last = list(plan)[-1]
     with pytest.raises(InvalidSetting, match=rf"got 2:4 for {last}\."):

@@ -247,7 +247,7 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
         for layer in block.layers:
             full, weight = block.full_name(layer), block.layer(layer).weight
             pruned.add(block.full_name(block.parameter(layer)))
-            wanted = plan[full].count_removed(weight.numel())
+            wanted = plan[full].count_removed(weight.shape)
             assert int((weight == 0).sum()) == wanted == results[full].zeros, full
             if pattern == "2:4":
                 assert bool(((weight.unflatten(1, (-1, 4)) == 0).sum(-1) == 2).all()), full
@@ -383,7 +383,7 @@ def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
         for layer in block.layers:
             weight, full = block.layer(layer).weight, block.full_name(layer)
             if full in plan:
-                assert int((weight == 0).sum()) == plan[full].count_removed(weight.numel()), full
+                assert int((weight == 0).sum()) == plan[full].count_removed(weight.shape), full
             else:
                 assert torch.equal(weight, other.layer(layer).weight), full
 

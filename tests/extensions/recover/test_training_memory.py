@@ -297,7 +297,7 @@ def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tm
     assert [name.split(".")[-2] for name in moved if "embed" in name or "head" in name] == ["embed_tokens"]  # the head's too
     for key, layer in layers.items():
         zeros = int((after[key] == 0).sum())
-        assert zeros == layer["zeros"] == parse_pattern(layer["pattern"]).count_removed(after[key].numel())
+        assert zeros == layer["zeros"] == parse_pattern(layer["pattern"]).count_removed(after[key].shape)
 
 
 @two_families

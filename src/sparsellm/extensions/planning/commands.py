@@ -25,6 +25,7 @@ from sparsellm.cli.console import (
 from sparsellm.cli.run_options import observing
 from sparsellm.errors import plural
 from sparsellm.extensions.recover.recipe_fields import RecoveryFields
+from sparsellm.solvers.patterns import Pattern, parse_pattern
 
 if TYPE_CHECKING:
     from sparsellm.extensions.planning.run_plan import RunPlan
@@ -92,7 +93,7 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
 
     if layers:
         each = [
-            [x.name, f"{x.shape[0]} x {x.shape[1]}", _pattern_range([str(x.pattern)]) if x.pattern else f"dense: {x.reason}"]
+            [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{x.pattern}" if x.pattern else f"dense: {x.reason}"]
             for x in plan.each_layer
         ]
         show(console, text_table(["layer", "shape", "pattern"], each))
@@ -126,9 +127,10 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
 
 def _layers(plan: RunPlan) -> str:
     """The number of layers of each shape, and their pattern or the range of their sparsities."""
-    groups: dict[tuple[str, tuple[int, int]], Counter[str]] = defaultdict(Counter)
-    for (pattern, shape), count in plan.layers.items():
-        groups["%" if pattern.endswith("%") else pattern, shape][pattern] += count
+    groups: dict[tuple[str, tuple[int, int]], Counter[Pattern]] = defaultdict(Counter)
+    for (text, shape), count in plan.layers.items():
+        pattern = parse_pattern(text)
+        groups["%" if pattern.is_shareable else text, shape][pattern] += count
     return ", ".join(
         f"{found.total()} of {out} x {into}"
         + (f" at {_pattern_range(list(found))}" if not plan.recipe.sets_patterns_later else "")
@@ -136,10 +138,9 @@ def _layers(plan: RunPlan) -> str:
     )
 
 
-def _pattern_range(patterns: Sequence[str]) -> str:
+def _pattern_range(patterns: Sequence[Pattern]) -> str:
     """A pattern, or the range of several fractions."""
     if len(patterns) == 1:
-        (pattern,) = patterns
-        return f"{float(pattern[:-1]):.5g}%" if pattern.endswith("%") else pattern
-    percentages = [float(pattern[:-1]) for pattern in patterns]
+        return f"{patterns[0]}"
+    percentages = [100 * pattern.sparsity for pattern in patterns]
     return f"{min(percentages):.1f} to {max(percentages):.1f}%"

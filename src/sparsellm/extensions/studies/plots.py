@@ -31,7 +31,7 @@ from sparsellm.extensions.studies.sweep_runner import Outcome
 from sparsellm.extensions.studies.tables import SEED_AXIS, Row
 from sparsellm.methods import WHOLE_MODEL, BlockResult, LayerResult, TrainingResult
 from sparsellm.outputs.report import Report
-from sparsellm.solvers.patterns import NM, parse_pattern
+from sparsellm.solvers.patterns import parse_pattern
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -243,7 +243,7 @@ def against(sweep: Sweep, rows: Sequence[Row], over: str, measure: str, *, name:
         label = f"{row.figures[over].value:.3f}" if of_bits else row.labels[over]
         x = row.figures[over].value if of_bits else positions[label]
         # The line passes through unstructured patterns only.
-        joined = not (over == "sparsity" and isinstance(parse_pattern(label), NM))
+        joined = over != "sparsity" or parse_pattern(label).is_shareable
         error, published = (None if y is None else scale * y for y in (figure.standard_error, figure.published))
         lines.setdefault((panel, kind), []).append(PlotPoint(x, scale * figure.value, error, published, joined))
         if figure.dense:

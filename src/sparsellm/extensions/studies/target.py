@@ -194,7 +194,7 @@ def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
     assert isinstance(opened.source, Checkpoint)
     dtype = opened.source.dtype(recipe.dtype)
     pruned = sum(counts)
-    zeros: int = Unstructured(sparsity).count_removed(pruned) - len(counts)  # each layer rounds its count
+    zeros: int = round(sparsity * pruned) - len(counts)  # each layer rounds its count
     others: int = sum(tensor.numel() for tensor in opened.skeleton.parameters()) - pruned
     return others * dtype.itemsize + estimated_bytes(pruned, max(zeros, 0), dtype_name(dtype))
 

@@ -69,7 +69,7 @@ def supports(shape: tuple[int, int], text: str) -> Tensor:
     """(masks, kept): the kept entries of every mask that a pattern allows."""
     pattern, count = parse_pattern(text), shape[0] * shape[1]
     if not isinstance(pattern, NM):
-        return torch.tensor(list(itertools.combinations(range(count), count - pattern.count_removed(count))))
+        return torch.tensor(list(itertools.combinations(range(count), count - pattern.count_removed(shape))))
     group = list(itertools.combinations(range(pattern.group), pattern.group - pattern.zeros))
     starts = torch.arange(0, count, pattern.group)[:, None]
     return torch.stack([(starts + torch.tensor(some)).flatten() for some in itertools.product(group, repeat=len(starts))])
@@ -201,7 +201,7 @@ def test_counts_and_bits(kind: str, text: str, solver: LayerSolver) -> None:
         answer = solver.solve(each, pattern)
         assert answer.dtype == dtype
         assert bool(answer.isfinite().all())
-        assert int((answer == 0).sum()) == pattern.count_removed(answer.numel())
+        assert int((answer == 0).sum()) == pattern.count_removed(answer.shape)
         if isinstance(pattern, NM):
             assert bool(((answer.reshape(-1, pattern.group) == 0).sum(1) == pattern.zeros).all())
         other = replace(each, curvature=None if each.curvature is None else 2.0**20 * each.curvature)

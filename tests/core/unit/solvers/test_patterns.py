@@ -102,7 +102,7 @@ def test_unstructured_counts_are_exact(share: float) -> None:
         layer, rows = pattern.keep(score), pattern.keep(score, per_row=True)
         assert layer.dtype == rows.dtype == torch.bool
         assert layer.shape == rows.shape == torch.Size(shape)
-        assert int((~layer).sum()) == int((~rows).sum()) == expected == pattern.count_removed(score.numel())
+        assert int((~layer).sum()) == int((~rows).sum()) == expected == pattern.count_removed(score.shape)
         per_row = (~rows).sum(1)
         assert int(per_row.max() - per_row.min()) <= 1
 
@@ -113,7 +113,7 @@ def test_unstructured_agrees_with_sorting(share: float) -> None:
     pattern = Unstructured(share)
     for shape, ties in itertools.product([(1, 1), (1, 9), (5, 12), (13, 11), (17, 40)], (False, True)):
         score = scores(shape, seed=1, ties=ties)
-        removed = pattern.count_removed(score.numel())
+        removed = pattern.count_removed(score.shape)
         assert pattern.keep(score).flatten().tolist() == brute_keep(score.flatten().tolist(), removed)
         for row, kept in zip(score, pattern.keep(score, per_row=True), strict=True):
             assert kept.tolist() == brute_keep(row.tolist(), int((~kept).sum()))
@@ -129,7 +129,7 @@ def test_every_group_keeps_its_largest(pattern: NM, ties: bool) -> None:
     groups = zip(score.view(-1, pattern.group), keep.view(-1, pattern.group), strict=True)
     for values, kept in groups:
         assert kept.tolist() == brute_keep(values.tolist(), pattern.zeros)
-    assert int((~keep).sum()) == pattern.count_removed(score.numel())
+    assert int((~keep).sum()) == pattern.count_removed(score.shape)
 
 
 def test_ties_go_by_position() -> None:
