@@ -46,7 +46,7 @@ class Extension:
             `sparsellm.outputs.sections.Section`.
         recipes: By the command that runs it, a class of recipes: a subclass of `sparsellm.recipes.recipe.RunRecipe`.
         steps: By its name in `RunRecipe.steps_after`, a class of what the whole model goes through after its blocks, with the
-            methods of `sparsellm.pipeline.steps.ModelStep`.
+            methods of `sparsellm.pipeline.steps.NamedStep`.
         patterns: By any name, a class of sparsity patterns: a subclass of `sparsellm.solvers.patterns.Pattern`.
         allocations: By its name in `allocation`, a class of a rule that sets each layer's pattern, with the methods of
             `sparsellm.pipeline.cached_allocation.Rule`.

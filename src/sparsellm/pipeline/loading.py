@@ -18,7 +18,7 @@ from sparsellm.checkpoints.remarks import remark
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.checkpoints.tokenizers import NoTokenizer
-from sparsellm.errors import BadCheckpoint, MissingPackage, TooLarge, UnsupportedModel, first_line
+from sparsellm.errors import BadCheckpoint, MissingPackage, TooLarge, UnsupportedModel, capitalized, first_line
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
@@ -178,12 +178,9 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
     streamed = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
     if isinstance(source, InMemoryModel) or not streamed:
         return Placement(memory, size, streamed=False)
-    if recipe.steps_after:
+    if step := recipe.changing_whole_model:
         reason = sizes if recipe.offload is None else "`offload=True` reads it block by block"
-        raise TooLarge(
-            f"{recipe.steps_after[0].capitalize()} needs the whole model in memory: {reason}. "
-            "Leave it out, or raise `max_memory`."
-        )
+        raise TooLarge(f"{capitalized(step)} needs the whole model in memory: {reason}. Leave it out, or raise `max_memory`.")
     if not files:
         reason = "`offload=True` reads the model block by block and stores pruned blocks in files"
         reason = sizes if recipe.offload is None else reason

@@ -128,7 +128,7 @@ def prepare_pruning(
                 recipe, text = recipe.model_copy(update={"allocation": ALLOCATIONS[0]}), f"{text}, the same fraction of each"
             add_note(f"too few tokens to tell inputs apart: {text}", report, observer)
     batch = sequences_a_batch(recipe, windows, length=texts.length, observer=observer)
-    steps = steps_of(recipe)
+    steps = steps_of(recipe, method)
     for step in steps:
         observer(Note(step.check_memory(opened, windows)))
     found = vars(opened) | texts._asdict()

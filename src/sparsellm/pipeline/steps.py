@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.extension import find
-from sparsellm.methods import BlockShapes, Memory
+from sparsellm.methods import BlockMethod, BlockShapes, Memory
 
 if TYPE_CHECKING:
     from sparsellm.models.loaded_model import LoadedModel
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from sparsellm.recipes.recipe import RunRecipe
 
 
+@runtime_checkable
 class ModelStep(Protocol):
     """A step of a run that changes the whole model once its blocks are pruned.
+
+    A method with these members is a step as well, the first one after the blocks that it pruned.
 
     Attributes:
         on_dense: Names of its stages before the blocks, which compute something with the dense model.
@@ -28,11 +31,6 @@ class ModelStep(Protocol):
 
     on_dense: ClassVar[tuple[str, ...]]
     stage: ClassVar[str]
-
-    @classmethod
-    def of(cls, recipe: RunRecipe) -> Self:
-        """The step of a pruning run."""
-        ...
 
     def check_memory(self, opened: OpenedModel, windows: Tensor) -> str:
         """Describe the memory that the step takes, given the calibration sequences, (samples, length).
@@ -60,11 +58,28 @@ class ModelStep(Protocol):
         ...
 
 
-def steps_of(recipe: RunRecipe) -> tuple[ModelStep, ...]:
-    """The steps of a pruning run. Raises InvalidSetting for one that no installed package brings."""
-    found = []
+class NamedStep(ModelStep, Protocol):
+    """A step that `Extension.steps` names, and fields of a recipe ask for."""
+
+    @classmethod
+    def of(cls, recipe: RunRecipe) -> Self:
+        """The step of a pruning run."""
+        ...
+
+
+def steps_of(recipe: RunRecipe, method: BlockMethod) -> tuple[ModelStep, ...]:
+    """The steps of a pruning run, that of the method first.
+
+    Raises:
+        InvalidSetting: No installed package brings one of them, or the method has only some members of a step.
+    """
+    found: list[ModelStep] = [method] if isinstance(method, ModelStep) else []
+    if not found and hasattr(method, "begin"):
+        raise InvalidSetting(
+            f"{type(method).__name__} has `begin`, and not all other members of `sparsellm.pipeline.steps.ModelStep`."
+        )
     for name in recipe.steps_after:
-        kind: type[ModelStep] | None = find("steps", name)
+        kind: type[NamedStep] | None = find("steps", name)
         if kind is None:
             raise InvalidSetting(f"{name.capitalize()} of the whole model is brought by no installed package.")
         found.append(kind.of(recipe))

@@ -54,6 +54,10 @@ class ObjectRecipe(Recipe):
     def _reads_inputs(self) -> bool:
         return getattr(self.given, "needs", None) is not TokenCount
 
+    @property
+    def _method_is_step(self) -> bool:
+        return hasattr(self.given, "begin")
+
 
 def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:
     """The class of a recipe with this method, a name or an object, and the fields that set it.

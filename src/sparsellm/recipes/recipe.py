@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import yaml
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.errors import InvalidSetting, capitalized, nearest
 from sparsellm.extension import names_of
 from sparsellm.recipes.fields import (
     ALLOCATIONS,
@@ -18,7 +18,7 @@ from sparsellm.recipes.fields import (
     RunFields,
     parse_size,
 )
-from sparsellm.recipes.registry import build, check_method, names_in, package_of, reads_inputs
+from sparsellm.recipes.registry import build, check_method, is_step, names_in, package_of, reads_inputs
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -111,6 +111,11 @@ class RunRecipe(RunFields):
         """Names of the steps that the whole model takes after its blocks, as `Extension.steps` has them."""
         return ()
 
+    @property
+    def changing_whole_model(self) -> str:
+        """What changes the whole model after its blocks, so that it must fit in memory, by text; empty if nothing does."""
+        return next(iter(self.steps_after), "")
+
     @abstractmethod
     def describe(self) -> str:
         """Summarize the run in one line."""
@@ -175,7 +180,8 @@ class Recipe(RunRecipe, RecipeFields):
                 "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
             )
         if self.reads_text and self.calibration is None:
-            subject = f"The method {self.method}" if self._reads_inputs else f"`allocation` {self.allocation_rule}"
+            subject = f"`allocation` {self.allocation_rule}" if self.allocates else capitalized(self.changing_whole_model)
+            subject = f"The method {self.method}" if self._reads_inputs else subject
             subject = subject if self.sparsity is not None else f"A run with `{self.allocation_rule}`"
             raise InvalidSetting(f"{subject} {NEEDS_TEXT}")
         return self
@@ -243,7 +249,16 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def reads_text(self) -> bool:
-        return self._reads_inputs or self.allocates
+        return self._reads_inputs or self.allocates or self.changing_whole_model != ""
+
+    @property
+    def _method_is_step(self) -> bool:
+        """Whether the method changes the whole model after its blocks."""
+        return is_step(self.method)
+
+    @property
+    def changing_whole_model(self) -> str:
+        return f"the method {self.method}" if self._method_is_step else super().changing_whole_model
 
     @property
     def steps_after(self) -> tuple[str, ...]:

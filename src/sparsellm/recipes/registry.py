@@ -99,6 +99,11 @@ def reads_inputs(name: str) -> bool:
     return name not in BROUGHT_METHODS or _default(name).needs is not TokenCount
 
 
+def is_step(name: str) -> bool:
+    """Whether a method of a package is a `sparsellm.pipeline.steps.ModelStep` too; False for an unknown one."""
+    return name in BROUGHT_METHODS and hasattr(_default(name), "begin")
+
+
 def settings_of(name: str) -> dict[str, Any]:
     """The settings of a method, with their defaults."""
     default = _default(name)
