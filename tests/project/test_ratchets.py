@@ -14,18 +14,18 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 526,
+    ".": 528,
     "activations": 1_317,
     "allocation": 254,
     "checkpoints": 3_097,
-    "cli": 1_377,
+    "cli": 1_370,
     "evaluation": 1_007,
-    "extensions": 14_643,
+    "extensions": 14_644,
     "methods": 2_387,
     "models": 2_127,
     "observers": 700,
-    "outputs": 2_582,
-    "pipeline": 2_864,
+    "outputs": 2_588,
+    "pipeline": 3_027,
     "recipes": 1_933,
     "runtime": 1_463,
     "solvers": 2_192,
