@@ -26,7 +26,7 @@ LINES = {
     "observers": 700,
     "outputs": 2_588,
     "pipeline": 3_027,
-    "recipes": 1_933,
+    "recipes": 1_938,
     "runtime": 1_463,
     "solvers": 2_192,
     "texts": 2_315,

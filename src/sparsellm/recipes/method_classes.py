@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.methods import BlockMethod
+from sparsellm.recipes.fields import METHODS
 from sparsellm.recipes.own_method import ObjectRecipe
 from sparsellm.recipes.recipe import Recipe, RunRecipe
-from sparsellm.recipes.registry import build
+from sparsellm.recipes.registry import build, names_in
 from sparsellm.solvers import LayerSolver
 
 KNOWN = {"sparsellm", *sys.stdlib_module_names}
@@ -69,8 +71,11 @@ def class_origins(recipe: RunRecipe) -> list[ClassOrigin]:
     """The origins of all classes of a recipe's method, and of the solvers in it, that are not of sparsellm."""
     if not isinstance(recipe, Recipe):
         return []
-    method = recipe.given if isinstance(recipe, ObjectRecipe) else None
-    if method is None and {"method", "settings"} & recipe.packages.keys():
+    if isinstance(recipe, ObjectRecipe):
+        method = recipe.given
+    elif {*names_in(recipe.model_dump(include={"method", "settings"})).values()} <= METHODS.keys():
+        return []  # without building it
+    else:
         method = build(recipe.method, recipe.resolved_settings, keep_zeros=recipe.keep_zeros)
     kinds = dict.fromkeys(type(x) for x in _objects(method))
     return [ClassOrigin.of(kind) for kind in kinds if _package(kind) not in KNOWN]
@@ -131,8 +136,8 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is a solver, or an object of a dataclass as methods are."""
-    return not isinstance(value, type) and (is_dataclass(value) or isinstance(value, LayerSolver))
+    """Whether a value is a solver, a method or another object of a dataclass."""
+    return not isinstance(value, type) and (is_dataclass(value) or isinstance(value, (LayerSolver, BlockMethod)))
 
 
 def _source(kind: type) -> str | None:
@@ -156,13 +161,13 @@ def _source(kind: type) -> str | None:
 @cache
 def _installed(package: str, file: Path) -> str:
     """The installed package that has a module, with its version; empty if none has. file: the module's."""
-    names = [package]
-    if {"site-packages", "dist-packages"} & set(file.parts):  # where a package may have another name than its modules
-        names += packages_distributions().get(package, [])  # takes a second in a large environment
-    for name in names:
-        with suppress(PackageNotFoundError):
-            return f"{name} {version(name)}"
-    return ""
+    with suppress(PackageNotFoundError):
+        found = distribution(package)
+        return f"{found.name} {found.version}"
+    if not {"site-packages", "dist-packages"} & set(file.parts):
+        return ""
+    names = packages_distributions().get(package, [])  # which takes a second in a large environment
+    return " and ".join(f"{name} {version(name)}" for name in names)
 
 
 def _package(kind: type) -> str:
