@@ -17,7 +17,7 @@ LINES = {
     ".": 528,
     "activations": 1_317,
     "allocation": 254,
-    "checkpoints": 3_097,
+    "checkpoints": 3_098,
     "cli": 1_370,
     "evaluation": 1_007,
     "extensions": 14_644,

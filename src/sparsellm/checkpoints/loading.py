@@ -248,6 +248,7 @@ class InMemoryModel:
     def digest(self) -> str:
         """Return the number of parameters and the SHA-256 digest of configuration and tensors, every byte of which is read."""
         settings = {name: value for name, value in self.model.config.to_dict().items() if name != "_name_or_path"}
+        settings["attention"] = getattr(self.model.config, "_attn_implementation", None)  # which decides the last bits
         found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
         for name, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
