@@ -42,19 +42,26 @@ def run(
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     from sparsellm.extensions.recover.training import masked_training
-    from sparsellm.outputs.journal import Journal
     from tests.short_training import app
 
     masked_training.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
+    if killed_at is not None:
+        die_once_written(*killed_at)
+    app(words)
+
+
+def die_once_written(journal: str, entry: bytes) -> None:
+    """Have this process end by SIGKILL as soon as a journal has an entry, a part of one of its lines."""
+    from sparsellm.outputs.journal import Journal
+
     append = Journal._append
 
-    def append_and_die(self: Journal, entry: Mapping[str, Any]) -> None:
-        append(self, entry)
-        if killed_at is not None and self.file == Path(killed_at[0]) and killed_at[1] in self.file.read_bytes():
+    def append_and_die(self: Journal, line: Mapping[str, Any]) -> None:
+        append(self, line)
+        if self.file == Path(journal) and entry in self.file.read_bytes():
             os.kill(os.getpid(), signal.SIGKILL)
 
     Journal._append = append_and_die  # type: ignore[method-assign]
-    app(words)
 
 
 def _count_changes(folder: str, file: str, last: int | None, at_last: signal.Signals) -> None:

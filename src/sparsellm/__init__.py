@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from sparsellm.outputs.report import Report as Report
     from sparsellm.outputs.report import load_report as load_report
     from sparsellm.outputs.saving import Result as Result
+    from sparsellm.outputs.verification import Output as Output
     from sparsellm.outputs.verification import verify as verify
     from sparsellm.pipeline.evaluate import evaluate as evaluate
     from sparsellm.pipeline.evaluate import perplexity as perplexity
@@ -88,6 +89,7 @@ _CONTENTS = {
     "LayerWise": "methods.layerwise",
     "Magnitude": "solvers",
     "NM": "solvers.patterns",
+    "Output": "outputs.verification",
     "Pattern": "solvers.patterns",
     "Plan": "methods",
     "Algorithm1": "methods.algorithm1",

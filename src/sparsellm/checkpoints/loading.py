@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -241,6 +244,16 @@ class InMemoryModel:
         self.dtype(dtype)
         _check_finite(self.name, self.model)
         return self.model.to(device)
+
+    def digest(self) -> str:
+        """Return the number of parameters and the SHA-256 digest of configuration and tensors, every byte of which is read."""
+        settings = {name: value for name, value in self.model.config.to_dict().items() if name != "_name_or_path"}
+        settings["attention"] = getattr(self.model.config, "_attn_implementation", None)  # which decides the last bits
+        found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+        for name, tensor in chain(self.model.named_parameters(), self.model.named_buffers()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return f"{self.model.num_parameters():,} parameters, SHA-256 {found.hexdigest()[:32]}"
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises InvalidSetting if there is none."""

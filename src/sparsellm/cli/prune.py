@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,40 +91,32 @@ def write_outputs(
     function: Callable[..., Result] | None = None,
 ) -> None:
     """Run one or several recipes, in one process or in those of a launcher, write the outputs, and print the results."""
-    if resume and restart:
-        raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
-
-    from sparsellm.outputs.folder import is_finished
-    from sparsellm.pipeline.several import check_outputs, locked_runs, output_folders, remove_shared_results, run_each
-    from sparsellm.runtime import collectives
+    from sparsellm.pipeline.several import output_folders, run_outputs
 
     folders = output_folders(output, recipes)
 
-    def finish() -> None:
-        for brought in extras:
-            brought.finish(context, folders, resume=resume, overwrite=overwrite, quiet=quiet, on_stderr=as_json)
-
-    replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
-    if is_main:
-        check_outputs(output, folders, **replace)
+    def check() -> None:
         for brought in extras:
             brought.check(folders, resume=resume, overwrite=overwrite)
-    finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
-    if all(finished):
-        if is_main:
-            if len(folders) > 1:
-                remove_shared_results(output)
-            print_line(stderr, f"{output} is finished: there is nothing to resume.")
-            finish()
+
+    report = run_outputs(
+        output,
+        folders,
+        partial(observing, context, extras if is_main else (), quiet=quiet, displays=is_main),
+        resume=resume,
+        restart=restart,
+        overwrite=overwrite,
+        function=function,
+        check=check,
+    )
+    if not is_main:
         return
-    with (
-        observing(context, extras if is_main else (), quiet=quiet, displays=is_main) as observe,
-        locked_runs(output, folders, observe, function) as runs,
-    ):
-        report = run_each(folders, runs, finished=finished, **replace)
-    if is_main:
+    if report is None:
+        print_line(stderr, f"{output} is finished: there is nothing to resume.")
+    else:
         _print_results(folders, report, as_json)
-        finish()
+    for brought in extras:
+        brought.finish(context, folders, resume=resume, overwrite=overwrite, quiet=quiet, on_stderr=as_json)
 
 
 def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> None:

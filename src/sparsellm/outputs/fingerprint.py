@@ -25,6 +25,7 @@ from sparsellm.outputs.folder import ANEW, LOG
 from sparsellm.outputs.journal import OF_RECIPE
 from sparsellm.outputs.verification import read_output
 from sparsellm.recipes.fields import RunFields, fields_with
+from sparsellm.recipes.method_classes import class_origins, object_settings
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime import devices
@@ -45,7 +46,11 @@ DIGEST_THREADS = 8
 """Most files to digest in parallel: one thread cannot saturate a fast disk."""
 
 Inputs = Mapping[str, Mapping[str, str]]
-"""The files that a run read: by the name in its recipe, their contents as `contents` describes them."""
+"""What a run read: by its name in the recipe, the contents of each file as `contents` describes them; and the classes of its
+method, as `method_inputs`."""
+
+NO_SOURCE = "not known"
+"""Stands for the source of a class that has none, as one that was made by exec."""
 
 OF_THE_MACHINE = fields_with(RunFields, "machine")
 """Recipe fields that do not identify a result: it may be made on another machine."""
@@ -78,7 +83,7 @@ def fingerprint(
 
     Args:
         recipe: The run's settings; the fields in `NOT_DECISIVE` are left out.
-        source: The dense model; one in memory has no digests.
+        source: The dense model; the digest of one in memory is the caller's to add.
         windows: Calibration tokens, (samples, seq).
     """
     settings = recipe.model_dump(mode="json", exclude=set(NOT_DECISIVE))
@@ -88,6 +93,8 @@ def fingerprint(
     if isinstance(source, Checkpoint):
         decisive |= model_fingerprint(source)
     decisive["calibration tokens"] = token_digest(windows)
+    methods = method_inputs(recipe).items()
+    decisive |= {f"{entry} of {name}": text for name, entries in methods for entry, text in entries.items()}
     decisive |= {f"the package of {name}": package for name, package in recipe.packages.items()}
     return decisive | {f"environment.{name}": value for name, value in environment.items() if name != "threads"}
 
@@ -162,16 +169,38 @@ def check_inputs(recipe: RunRecipe, given: Collection[str] | None = None) -> Non
 
 
 def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, dict[str, str]]:
-    """Digests of what a recipe names: its model's files, its local texts, its allocation file, and its tasks' data.
+    """Digests of what a recipe names: the classes of its method that are not of sparsellm, its model's files, its local texts,
+    its allocation file, and its tasks' data.
 
     Every byte of the weights is read, once per process. A model or a text in memory, and a text on the hub, have none.
     """
-    found = {}
+    found = method_inputs(recipe)
     if isinstance(source, Checkpoint):
         known = {name.removeprefix("file "): str(text) for name, text in model_fingerprint(source).items()}
         del known["terms in README.md"]  # which decide nothing
         found[recipe.model] = known
     return found | {name: named for name in _local_names(recipe) if (named := text_contents(name))}
+
+
+def method_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
+    """The classes of a recipe's method that are not of sparsellm, by their names: modules, package, and source.
+
+    That of a method that is an object has its settings too.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for origin in class_origins(recipe):
+        entries = {f"module {name}": contents(file) for name, file in origin.files.items()}
+        if origin.package:
+            entries["package"] = origin.package
+        if origin.source is None:
+            entries["source"] = NO_SOURCE
+        elif origin.source:
+            entries["source"] = f"SHA-256 {hashlib.sha256(origin.source.encode()).hexdigest()[:32]}"
+        found[origin.name] = entries
+    name, settings = object_settings(recipe)
+    if settings:
+        found[name] = found.get(name, {}) | {f"setting {key}": text for key, text in settings.items()}
+    return found
 
 
 def text_contents(name: str) -> dict[str, str]:
@@ -201,8 +230,11 @@ def changed_input(recorded: Inputs, current: Inputs, endings: str | tuple[str, .
     return ""
 
 
-def check_kept(folder: Path, recipe: RunRecipe) -> None:
+def check_kept(folder: Path, recipe: RunRecipe, inputs: Inputs | None = None) -> None:
     """Check that a finished output, which need not be written again, is of this recipe, and of the files that it names now.
+
+    Args:
+        inputs: Digests of what the run would read; None for those of the files that the recipe names.
 
     Raises:
         OtherContents: It is not.
@@ -215,10 +247,13 @@ def check_kept(folder: Path, recipe: RunRecipe) -> None:
     if changed:
         difference = f"its `{changed}` was {stored[changed]!r}, and is now {settings[changed]!r}"
     else:
-        current: Inputs = {}  # of a model that cannot be opened any more
-        with suppress(SparseLLMError):
-            current = run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
-        difference = changed_input(output.report.inputs, names.keys(current))
+        current: Inputs = method_inputs(recipe) if inputs is None else inputs
+        if inputs is None:
+            with suppress(SparseLLMError):  # of a model that cannot be opened any more
+                current = run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
+        current, recorded = names.keys(current), output.report.inputs
+        unknown = next((f"it does not say which {name} it read" for name in inputs or () if names[name] not in recorded), "")
+        difference = changed_input(recorded, current) or unknown
     if difference:
         advice = "or `restart=True` and `overwrite=True` to start over"
         if changed in NOT_DECISIVE:

@@ -382,11 +382,13 @@ def shape_difference(key: str, shape: Sequence[int], recorded: Mapping[str, Any]
     return f"{key} has the shape {list(shape)} where the report says {record.get('shape')}"
 
 
-@dataclass(frozen=True)
-class Output:
-    """A folder that a run wrote.
+@dataclass(frozen=True, repr=False)
+class Output(Summarized):
+    """A folder that a run wrote. The model is not in memory: `AutoModelForCausalLM.from_pretrained` loads it from the folder.
 
     Attributes:
+        folder: The folder.
+        report: The results of the run.
         digests: The digests in the report.
         content: The report as plain data, unchanged, as its own digest requires.
     """
@@ -395,6 +397,10 @@ class Output:
     report: Report
     digests: Digests
     content: Mapping[str, Any]
+
+    def summary(self) -> dict[str, str]:
+        """The folder, and the summary of the report."""
+        return {"output": str(self.folder), **self.report.summary()}
 
     def repeats(self, other: Output) -> bool:
         """Whether `pack` or `export` made this output from another one: its report has all of the other's but digests."""

@@ -184,7 +184,7 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
     if not files:
         reason = "`offload=True` reads the model block by block and stores pruned blocks in files"
         reason = sizes if recipe.offload is None else reason
-        raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
+        raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write: pass `output`.")
     try:
         source.stream(recipe.dtype)
     except NotStreamable as error:

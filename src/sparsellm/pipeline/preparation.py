@@ -35,8 +35,8 @@ from sparsellm.recipes.selection import layer_names
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
-from sparsellm.texts.in_memory import Given
-from sparsellm.texts.padding import count_contexts, count_tokens, windows_a_step
+from sparsellm.texts.in_memory import SOURCE, Given
+from sparsellm.texts.padding import count_contexts, count_tokens, token_digest, windows_a_step
 
 TOKENS_A_BATCH = 2048
 """Tokens per batch: enough for efficient matrix products; the activations of twice as many no longer fit the cache."""
@@ -50,6 +50,7 @@ class Prepared(OpenedModel):
         windows: Calibration token ids, (samples, length), `PADDING` after the end of shorter sequences; empty where the method
             needs none.
         tests: Token ids to measure perplexity on, (sequences, length), by text, `PADDING` after the end of shorter sequences.
+        given: Data in memory that replace texts of the recipe, of which `windows` and `tests` are.
         batch: Sequences per batch.
         steps: What the run does with the whole model after its blocks.
     """
@@ -60,12 +61,22 @@ class Prepared(OpenedModel):
     length: int
     windows: Tensor
     tests: Mapping[str, Tensor]
+    given: Given
     batch: int
     steps: tuple[ModelStep, ...]
 
     def stamps(self) -> tuple[Stamps, ...]:
         """The files of the checkpoints that the run reads, as they were when it opened them."""
         return (self.source.stamps,) if isinstance(self.source, Checkpoint) else ()
+
+    def inputs_in_memory(self) -> dict[str, dict[str, str]]:
+        """Digests of what is given in memory, as `run_inputs` has those of files: the model, and the token ids of texts."""
+        found, source = dict[str, dict[str, str]](), self.source
+        if isinstance(source, InMemoryModel):
+            found[self.recipe.model] = {"tensors": source.digest()}
+        if "calibration" in self.given:
+            found[f"calibration {SOURCE}"] = {"token ids": token_digest(self.windows)}
+        return found | {name: {"token ids": token_digest(self.tests[name])} for name in self.given.get("evaluate", ())}
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +147,12 @@ def prepare_pruning(
 
 
 class Texts(NamedTuple):
-    """The texts of a run as token ids: `Prepared.length`, `windows` and `tests`."""
+    """The texts of a run as token ids: `Prepared.length`, `windows`, `tests` and `given`."""
 
     length: int
     windows: Tensor
     tests: dict[str, Tensor]
+    given: Given
 
 
 def read_texts(
@@ -181,7 +193,7 @@ def read_texts(
         add_note(f"{name} is both calibration and test text: its perplexity is too low", report, observer)
     if (limit := recipe.evaluate_limit) and tests:
         add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
-    return Texts(length, windows, tests)
+    return Texts(length, windows, tests, given or {})
 
 
 def _source_notes(form: StoredForm, source: Checkpoint, name: str) -> Iterator[str]:

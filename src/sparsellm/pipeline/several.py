@@ -1,19 +1,22 @@
-"""Runs that are written to folders: one, or several that differ in their sparsity and share the dense model's results."""
+"""Runs that are written to folders: one, or several that differ in their sparsity and share the dense model's results.
+
+`run_outputs` is what the commands, and `prune` in Python, call.
+"""
 
 from __future__ import annotations
 
 import gc
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from sparsellm.checkpoints.files import WORK
-from sparsellm.errors import CannotResume, OutputExists
+from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
 from sparsellm.observers.events import WRITING, NextRun, Observer, Stage
-from sparsellm.outputs.fingerprint import SameInputs, check_kept
+from sparsellm.outputs.fingerprint import Inputs, SameInputs, check_kept
 from sparsellm.outputs.folder import is_finished, locked, not_moved, recover_output, refuse_links, remove
 from sparsellm.outputs.journal import JOURNAL, work_directory
 from sparsellm.outputs.report import Report
@@ -21,9 +24,9 @@ from sparsellm.outputs.saving import Result, check_output
 from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.run import RunArguments
+from sparsellm.recipes.method_classes import check_object_settings
 from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.runtime import collectives
-from sparsellm.texts.in_memory import Given
 from sparsellm.texts.paths import local_path
 
 Folders = Mapping[Path, RunRecipe]
@@ -53,16 +56,11 @@ class RunSet:
         self.observe, self.inputs, self._function = observe, SameInputs() if inputs is None else inputs, function
         self._cache = None if cache is None else DenseCache(cache, observe)
 
-    def run(self, recipe: RunRecipe, *, given: Given | None = None, **place: Unpack[RunArguments]) -> Result:
-        """Run a recipe.
-
-        Args:
-            given: Data that replace the recipe's texts, in forms of `sparsellm.texts.in_memory`.
-            **place: Where it works, as in `RunArguments`; nowhere by default: a killed run is lost.
-        """
+    def run(self, recipe: RunRecipe, **place: Unpack[RunArguments]) -> Result:
+        """Run a recipe. place: where it works, as in `RunArguments`; nowhere by default: a killed run is lost."""
         arguments: RunArguments = {"shared": self._cache, "check": self.inputs.check, **place}
         function: Callable[..., Result] = self._function or prune_run
-        return function(recipe, self.observe, given=given, **arguments)
+        return function(recipe, self.observe, **arguments)
 
     def run_in(
         self,
@@ -100,6 +98,53 @@ class RunSet:
         result.save_pretrained(folder, overwrite)
 
 
+def run_outputs(
+    output: str | Path,
+    folders: Folders,
+    observing: Callable[[], AbstractContextManager[Observer]],
+    *,
+    resume: bool = False,
+    restart: bool = False,
+    overwrite: bool = False,
+    function: Callable[..., Result] | None = None,
+    inputs: Callable[[], Inputs] | None = None,
+    check: Callable[[], object] = lambda: None,
+) -> Report | None:
+    """Run one or several recipes, in one process or in those of a launcher, and write the outputs.
+
+    Args:
+        output: The output, or the folder that holds several.
+        folders: The recipes, from `output_folders`.
+        observing: Opens the context of the runs, which yields their observer; not called if nothing is left to do.
+        resume: Continue what is unfinished, and keep what is finished.
+        restart: Discard what is unfinished.
+        overwrite: Replace finished outputs.
+        function: As for `RunSet`.
+        inputs: Gives the digests of what each run reads, if some of it is in memory; called if an output is finished.
+        check: Called once the outputs are checked, in the main process.
+
+    Returns:
+        The report of the last run; None if all outputs were finished, which `resume` keeps.
+
+    Raises:
+        InvalidSetting: `resume` and `restart` are both set, or the run cannot be identified when it is resumed.
+        SparseLLMError: As `check_outputs` and the runs.
+    """
+    if resume and restart:
+        raise InvalidSetting("`resume` continues an unfinished run, and `restart` discards it: pass one of them.")
+    replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
+    if collectives.is_main():
+        check_outputs(output, folders, **replace, inputs=inputs)
+        check()
+    finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
+    if all(finished):
+        if len(folders) > 1 and collectives.is_main():
+            remove_shared_results(output)
+        return None
+    with observing() as observe, locked_runs(output, folders, observe, function) as runs:
+        return run_each(folders, runs, finished=finished, **replace)
+
+
 def output_folders(output: str | Path, recipes: Sequence[RunRecipe]) -> Folders:
     """The folder of each recipe's output: `output` itself for one, else a folder in it, "62.5" for 62.5% and "2-4" for 2:4."""
     if len(recipes) == 1:
@@ -111,7 +156,15 @@ def output_folders(output: str | Path, recipes: Sequence[RunRecipe]) -> Folders:
     }
 
 
-def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart: bool, overwrite: bool) -> None:
+def check_outputs(
+    output: str | Path,
+    folders: Folders,
+    *,
+    resume: bool,
+    restart: bool,
+    overwrite: bool,
+    inputs: Callable[[], Inputs] | None = None,
+) -> None:
     """Check that the outputs can be written.
 
     Args:
@@ -119,12 +172,13 @@ def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart
         resume: Outputs that are finished are kept.
         restart: Outputs of an unfinished command for several are replaced.
         overwrite: Outputs of earlier runs are replaced.
+        inputs: As for `run_outputs`.
 
     Raises:
         OutputExists: One exists, or the folder for several is a file or holds files.
         CannotResume: The folder for several is unfinished, and neither `resume` nor `restart` is set; or a finished output
             was made with other settings, or from files that were changed since.
-        InvalidSetting: As `check_output`.
+        InvalidSetting: As `check_output`, or the method is an object that cannot be compared when the run is resumed.
     """
     if len(folders) > 1:
         path = local_path(output)
@@ -141,13 +195,14 @@ def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart
             raise CannotResume(f"{output} is unfinished. Pass `resume` to continue it, or `restart` to start over.")
         overwrite = overwrite or (restart and unfinished)
     for folder, recipe in folders.items():
+        check_object_settings(recipe)
         recover_output(folder)
         for other in recipe.also_read:  # a pruned checkpoint is finished, but no output to keep
             check_output(folder, overwrite or resume or restart, other)
         if not (resume and is_finished(folder)):
             check_output(folder, overwrite, recipe.model)
         else:
-            check_kept(folder, recipe)
+            check_kept(folder, recipe, None if inputs is None else inputs())
 
 
 def run_each(

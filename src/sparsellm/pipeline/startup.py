@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.errors import InvalidSetting, dtype_name
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import SKIPPING_ZEROS, max_density
 from sparsellm.observers.events import DIGESTING, Note, Observer, Stage, add_note
-from sparsellm.outputs.fingerprint import fingerprint, run_inputs
+from sparsellm.outputs.fingerprint import NO_SOURCE, fingerprint, run_inputs
 from sparsellm.outputs.journal import OF_RECIPE, Journal, WorkDirectory, entry_in_words
 from sparsellm.outputs.report import Report
 from sparsellm.pipeline.loading import Placement, choose_placement
@@ -68,9 +68,14 @@ def start_run(
     is_identified = work is not None or collectives.world() > 1
     if is_identified or isinstance(ready.source, Checkpoint):
         observer(Stage(DIGESTING))
-    report.inputs = run_inputs(recipe, ready.source)
+    report.inputs = run_inputs(recipe, ready.source) | (ready.inputs_in_memory() if work else {})
+    if work and (unknown := [name for name, entries in report.inputs.items() if NO_SOURCE in entries.values()]):
+        text = "has no source that can be read: a resumed run compares its name and its settings"
+        add_note(f"the class {unknown[0]} {text}", report, observer)
     if is_identified:
         identity = fingerprint(recipe, ready.source, windows=ready.windows, environment=report.environment)
+        if isinstance(ready.source, InMemoryModel):
+            identity["the model in memory"] = report.inputs.get(recipe.model)
         if report.pruned:
             identity["pruned checkpoint"] = report.pruned.digest
         check_alike(identity)

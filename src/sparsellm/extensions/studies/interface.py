@@ -30,6 +30,7 @@ from sparsellm.observers.display import Display
 from sparsellm.observers.events import Observer, combine_observers
 from sparsellm.outputs.folder import check_place, check_results
 from sparsellm.outputs.saving import Result
+from sparsellm.outputs.verification import Output
 from sparsellm.recipes.fields import MethodName
 from sparsellm.recipes.file import read_search
 from sparsellm.recipes.keyword_types import PruneKeywords
@@ -171,7 +172,7 @@ def search(
 
 @overload
 def report(
-    runs: str | Path | Result | Outcomes,
+    runs: str | Path | Result | Output | Outcomes,
     output: str | Path | None = None,
     *,
     figures: str | Path | None = None,
@@ -190,7 +191,7 @@ def report(
 
 
 def report(
-    runs: str | Path | Result | Outcomes | list[Folder] | tuple[Folder, ...],
+    runs: str | Path | Result | Output | Outcomes | list[Folder] | tuple[Folder, ...],
     output: str | Path | None = None,
     *,
     figures: str | Path | None = None,
@@ -226,7 +227,7 @@ def report(
         if output:
             write_pages({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
         return comparison
-    run = runs.folder if isinstance(runs, Outcomes) else runs
+    run = runs.folder if isinstance(runs, (Output, Outcomes)) else runs
     if not isinstance(run, Result):
         check_results(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
