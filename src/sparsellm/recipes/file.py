@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import BadCheckpoint, InvalidSetting, nearest, printable
+from sparsellm.extension import check_plugins
 from sparsellm.recipes.fields import ALLOCATIONS
 from sparsellm.recipes.path_names import is_file, local_files
 from sparsellm.recipes.recipe import Recipe, RunRecipe
@@ -138,8 +139,10 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
     if saved and is_object(content):
         raise InvalidSetting(
-            f"{path} is of the method {content.get('method')}, an object of Python: pass it as `method` there."
+            f"{path} is of the method {content.get('method')}, an object of {content['source']}: pass it as `method` in Python."
         )
+    if saved and isinstance(plugins := content.get("plugin"), list):
+        check_plugins(plugins, str(path))
     packages, named = content.pop("packages", {}) if saved else {}, names_in(content)
     for key in content:
         is_missing = named[key] not in method_names() if key in named else key not in Recipe.model_fields
