@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import Result
 
 import sparsellm
 from sparsellm import extension
+from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import InvalidSetting
 from tests.conftest import report_of
 
@@ -42,6 +44,30 @@ class Inside(sparsellm.LayerWise):
     \"\"\"A method of blocks.\"\"\"
 
     solver: sparsellm.LayerSolver = RIA(power=0.25)
+"""
+
+STEP = """
+from dataclasses import dataclass
+from typing import ClassVar
+from sparsellm.methods import Memory
+
+@dataclass(frozen=True)
+class Scale:
+    factor: float = 1.0
+    on_dense: ClassVar[tuple[str, ...]] = ()
+    stage: ClassVar[str] = "scaling"
+
+    def check_memory(self, opened, windows):
+        return "scaling takes nothing"
+
+    def memory(self, ready, placement, shapes):
+        yield self.stage, Memory(0, [])
+
+    def begin(self, run, loaded, batches, cache):
+        def finish():
+            for name in run.ready.plan:
+                loaded.model.get_parameter(f"{name}.weight").data.mul_(self.factor)
+        return finish
 """
 
 STRANGE = """
@@ -90,13 +116,15 @@ class Stated(Base):
 AN_OBJECT = Stated()
 """
 
+SOURCES = {"own_pruner": PRUNER, "own_step": STEP, "strange": STRANGE, "leaves": "raise SystemExit(0)", "empty": ""}
+
 SIZE = ("--calibration", "demo", "--samples", 2, "--sequence-length", 64)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, with modules of a stranger, none of which is imported; no plugin is loaded."""
-    for name, source in {"own_pruner": PRUNER, "strange": STRANGE, "leaves": "raise SystemExit(0)", "empty": ""}.items():
+    for name, source in SOURCES.items():
         (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -110,7 +138,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def fresh() -> None:
     """Forget the plugins, as a new process has it."""
     extension.PLUGINS.clear()
-    sys.modules.pop("own_pruner", None)
+    for name in SOURCES:
+        sys.modules.pop(name, None)
 
 
 def test_a_method_by_its_import_path(folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +226,8 @@ BAD_FIELDS = (
     {"plugin": "own_pruner", "method": "ria"},
     {"plugin": ["own_pruner:RIA"], "method": "ria"},
     {"method": "ria"},
+    {"method": "magnitude", "then": "own_pruner:RIA"},
+    {"method": "magnitude", "then": [{"name": "own_pruner:RIA", "power": 1}]},
 )
 
 
@@ -237,6 +268,45 @@ def test_a_sweep_over_the_settings_of_a_plugin(folder: Path, command: Command) -
     (folder / "own_pruner.py").unlink()
     assert command("report", "out").exit_code == 0
     assert "sparsellm sweep sweep.yaml out-again --plugin own_pruner" in (folder / "out.html").read_text(encoding="utf-8")
+
+
+def test_a_step_has_a_name_and_settings(folder: Path, command: Command) -> None:
+    words = ("demo:opt", "--method", "magnitude", "--quiet")
+    assert command("prune", "demo:opt", "plain", *words[1:]).exit_code == 0
+    done = command("prune", "demo:opt", "out", *words[1:], "--plugin", "own_step", "--then", "{name: scale, factor: 2}")
+    assert done.exit_code == 0, done.stderr
+    assert "magnitude, then scale(factor=2.0), 50 % removed" in done.stdout
+    weights = [open_checkpoint(name).load().state_dict()["model.decoder.layers.0.fc1.weight"] for name in ("plain", "out")]
+    assert torch.equal(2 * weights[0], weights[1])
+    assert report_of(folder / "out")["recipe"]["packages"] == {"then": "own_step"}
+    fresh()
+    assert command("verify", "out").exit_code == 0
+    refused = command("plan", "--config", "out")
+    assert "--plugin own_step" in refused.stderr
+    again = command("plan", "--config", "out", "--plugin", "own_step")
+    assert "then scale(factor=2.0)" in again.stdout, again.stderr
+    by_path = command("plan", *words[:-1], "--then", "own_step:Scale")
+    assert "then scale(factor=1.0)" in by_path.stdout, by_path.stderr
+    axis = {"model": "demo:opt", "method": "magnitude", "axes": {"then": [None, {"name": "scale", "factor": [0.5, 2.0]}]}}
+    Path("sweep.yaml").write_text(yaml.safe_dump(axis), encoding="utf-8")
+    assert "scale(factor=0.5)" in command("sweep", "sweep.yaml", "swept", "--list", "--plugin", "own_step").stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("scalee", "--then is unknown: got 'scalee'. Did you mean 'scale'"),
+        ("{name: scale, fctor: 2}", "The step scale has no setting 'fctor'. Settings of scale: factor (float)"),
+        ("{name: scale, factor: much}", "factor of the step scale: "),
+        ("{factor: 2}", "no name"),
+        ("training", "The step training of the package sparsellm"),
+        ("own_pruner:RIA", "own_pruner:RIA cannot stand here"),
+    ],
+)
+def test_a_step_that_cannot_be_used(value: str, message: str, command: Command) -> None:
+    done = command("plan", "demo:opt", "--method", "magnitude", "--plugin", "own_step", "--then", value)
+    assert done.exit_code == 1
+    assert message in done.stderr
 
 
 def test_objects_have_the_labels_of_names(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

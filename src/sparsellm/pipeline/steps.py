@@ -10,6 +10,8 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting
 from sparsellm.extension import find
 from sparsellm.methods import BlockShapes, Memory
+from sparsellm.recipes.fields import split_name
+from sparsellm.recipes.registry import step_named
 
 if TYPE_CHECKING:
     from sparsellm.models.loaded_model import LoadedModel
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 class ModelStep(Protocol):
     """A step of a run that changes the whole model once its blocks are pruned.
+
+    One that recipes name in `then` is a frozen dataclass, whose fields are its settings, and needs no `of`.
 
     Attributes:
         on_dense: Names of its stages before the blocks, which compute something with the dense model.
@@ -62,8 +66,12 @@ class ModelStep(Protocol):
 
 def steps_of(recipe: RunRecipe) -> tuple[ModelStep, ...]:
     """The steps of a pruning run. Raises InvalidSetting for one that no installed package brings."""
-    found = []
+    found: list[ModelStep] = []
+    named = {split_name(value, "then")[0]: value for value in getattr(recipe, "then", ())}
     for name in recipe.steps_after:
+        if name in named:
+            found.append(step_named(named[name]))
+            continue
         kind: type[ModelStep] | None = find("steps", name)
         if kind is None:
             raise InvalidSetting(f"{name.capitalize()} of the whole model is brought by no installed package.")

@@ -321,6 +321,9 @@ class PruneFields(RunFields, FurtherFields):
     settings: dict[str, Any] = method_option(
         {}, "Setting of the method; sparsellm info METHOD lists them.", spelled="set", validate_default=True
     )
+    then: tuple[str | dict[str, Any], ...] = method_option(
+        (), "Step of the whole model after its blocks, by its name; with settings as '{name: NAME, SETTING: VALUE}'."
+    )
     effort: Literal["fast", "standard", "best"] = option(
         "standard",
         "fast prunes each layer alone; standard solves each feed-forward part as one problem; best also trains the model.",
@@ -335,6 +338,13 @@ class PruneFields(RunFields, FurtherFields):
     include: Names = layers_option((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = layers_option((), "Do not prune such layers, named as for include.")
     keep_zeros: bool = layers_option(False, "Keep weights that are zero in the dense model at zero.", essential=False)
+
+    @field_validator("then", mode="before")
+    @classmethod
+    def _split_steps(cls, value: Any) -> Any:
+        """Take one step for several, and read texts of the command line."""
+        several = () if value is None else value if isinstance(value, (list, tuple)) else [value]
+        return [read_value(x) if isinstance(x, str) and x.startswith("{") else x for x in several]
 
     @model_validator(mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from sparsellm.extension import check_plugins
 from sparsellm.recipes.fields import ALLOCATIONS
 from sparsellm.recipes.path_names import is_file, local_files
 from sparsellm.recipes.recipe import Recipe, RunRecipe
-from sparsellm.recipes.registry import is_object, method_names, names_in
+from sparsellm.recipes.registry import is_known, is_object, names_in
 from sparsellm.texts.json_files import Unreadable, check_value, is_path, read_record
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping
@@ -145,7 +145,7 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
         check_plugins(plugins, str(path))
     packages, named = content.pop("packages", {}) if saved else {}, names_in(content)
     for key in content:
-        is_missing = named[key] not in method_names() if key in named else key not in Recipe.model_fields
+        is_missing = not is_known(named[key]) if key in named else key not in Recipe.model_fields
         if isinstance(packages, dict) and key in packages and is_missing:
             brought = named.get(key, key)
             raise InvalidSetting(f"{path} needs the package {packages[key]}, which brings {brought!r} and is not installed.")

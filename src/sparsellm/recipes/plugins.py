@@ -10,7 +10,7 @@ from sparsellm.extension import is_place, load_plugin, name_at
 from sparsellm.recipes.fields import METHODS
 from sparsellm.recipes.registry import brought_methods
 
-DOORS = {"method": "methods", "solver": "methods", "step": "steps"}
+DOORS = {"method": "methods", "solver": "methods", "then": "steps"}
 """By a field or setting that names something, the attribute of `Extension` that brings it."""
 
 
@@ -41,6 +41,8 @@ def load_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
         return f"{name}{equals}{named(name.partition('.')[0], value)}"
 
     changed = {name: named(name, x) for name, x in values.items() if name != "plugin"}
+    if "then" in values:
+        changed["then"] = [named("then", x) for x in values["then"]]
     for name in ("settings", "changes"):
         if isinstance(values.get(name), Sequence):
             changed[name] = [assigned(text) for text in values[name]]

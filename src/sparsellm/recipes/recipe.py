@@ -19,8 +19,10 @@ from sparsellm.recipes.fields import (
     RunFields,
     label_with,
     parse_size,
+    split_name,
+    written,
 )
-from sparsellm.recipes.registry import build, check_method, completed, names_in, package_of, reads_inputs
+from sparsellm.recipes.registry import build, check_method, completed, completed_steps, names_in, package_of, reads_inputs
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -164,6 +166,11 @@ class Recipe(RunRecipe, RecipeFields):
         """Add the defaults of a method of others: reports have all of its settings, whatever its next version does."""
         return value if info.context is SAVED or "method" not in info.data else completed(info.data["method"], value)
 
+    @field_validator("then")
+    @classmethod
+    def _complete_steps(cls, value: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        return value if info.context is SAVED else completed_steps(value)
+
     @model_validator(mode="after")
     def _check_settings(self, info: ValidationInfo) -> Recipe:
         if self.effort != type(self).model_fields["effort"].default and not self._is_default_method:
@@ -233,11 +240,11 @@ class Recipe(RunRecipe, RecipeFields):
     def method_label(self) -> str:
         """The method with its settings, as "algorithm1(epochs=2)"; those of sparsellm without defaults that are not given."""
         effort = "" if self.effort == type(self).model_fields["effort"].default else f", {self.effort}"
-        return label_with(f"{self.method}{effort}", self.settings)
+        return ", then ".join([label_with(f"{self.method}{effort}", self.settings), *map(written, self.then)])
 
     @property
     def packages(self) -> dict[str, str]:
-        named = names_in(self.model_dump(include={"method", "settings"}))
+        named = names_in(self.model_dump(include={"method", "settings", "then"}))
         return super().packages | {field: package for field, name in named.items() if (package := package_of(name))}
 
     @property
@@ -256,7 +263,8 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def steps_after(self) -> tuple[str, ...]:
-        return (*(("training",) if self.effort == "best" else ()), *self.further_steps())
+        named = (str(split_name(value, "then")[0]) for value in self.then)
+        return (*(("training",) if self.effort == "best" else ()), *self.further_steps(), *named)
 
     def describe(self, predicate: str = "removed") -> str:
         """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""

@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -46,6 +46,9 @@ LAYERWISE = {False: "sparsellm.methods.layerwise:LayerWise", True: "sparsellm.me
 SET_BY_RECIPE = ("keep_zeros", "after_solve")
 """Fields of methods that other fields of a recipe set."""
 
+STEP_MEMBERS = ("on_dense", "stage", "check_memory", "memory", "begin")
+"""Members of a `sparsellm.pipeline.steps.ModelStep` that is named in `then`."""
+
 BLOCKS = frozenset[int] | None
 """The type of a setting that is a selection of blocks."""
 
@@ -65,6 +68,11 @@ def brought_methods() -> list[str]:
 def method_names() -> list[str]:
     """The names of all methods: those of sparsellm, then those that packages and plugins bring."""
     return [*METHODS, *brought_methods()]
+
+
+def is_known(name: str) -> bool:
+    """Whether a method or a step has this name."""
+    return name in method_names() or name in names_of("steps")
 
 
 def check_method(name: str, field: str = "method", names: Collection[str] | None = None) -> None:
@@ -90,16 +98,22 @@ def is_object(fields: Mapping[str, Any]) -> bool:
 
 
 def names_in(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The names of methods in the fields of a recipe, by field: the method, and the solver among its settings."""
-    settings = fields.get("settings")
+    """The names in the fields of a recipe, by field: the method, the solver among its settings, a step that packages bring."""
+    settings, steps = fields.get("settings"), fields.get("then")
     solver = settings.get("solver") if isinstance(settings, Mapping) else None
-    named = {"method": fields.get("method"), "settings": solver.get("name") if isinstance(solver, Mapping) else solver}
-    return {field: name for field, name in named.items() if isinstance(name, str)}
+    named = {"method": [fields.get("method")], "settings": [solver], "then": steps if isinstance(steps, (list, tuple)) else []}
+    names = {field: [x.get("name") if isinstance(x, Mapping) else x for x in several] for field, several in named.items()}
+    return {field: name for field, several in names.items() for name in reversed(several) if isinstance(name, str)}
 
 
 def package_of(name: str) -> str:
-    """The package that brings a method, with its version; empty for a method of sparsellm, and for an unknown one."""
-    return "" if name in METHODS else packages_of("methods", name)
+    """The package that brings a method or a step, with its version; empty for one of sparsellm, and for an unknown one."""
+    return "" if name in METHODS else packages_of(_door(name), name)
+
+
+def _door(name: str) -> str:
+    """The attribute of `Extension` that brings a name: "steps" for a step, unless a method has the name."""
+    return "steps" if name not in brought_methods() and name in names_of("steps") else "methods"
 
 
 def description_of(name: str) -> str:
@@ -224,17 +238,19 @@ def _with_settings(name: str, settings: Mapping[str, Any], depth: int | None = N
         return default
     known, hints = settings_of(name), get_type_hints(type(default))
     if unknown := next((key for key in settings if key not in known), None):
-        raise _refusal(name, f"The method {name} has no setting {unknown!r}.")
+        raise _refusal(name, f"The {_door(name)[:-1]} {name} has no setting {unknown!r}.")
     values = {}
     for key, value in settings.items():
         try:
             values[key] = _value(hints[key], value, depth)
         except ValidationError as error:
-            raise _refusal(name, f"{key} of the method {name}: {error.errors()[0]['msg'].lower()}, got {value!r}.") from None
+            raise _refusal(
+                name, f"{key} of the {_door(name)[:-1]} {name}: {error.errors()[0]['msg'].lower()}, got {value!r}."
+            ) from None
     try:
         return replace(default, **values)
     except (TypeError, ValueError) as error:  # of a class of others
-        raise _refusal(name, f"The method {name} refuses {values}: {first_line(error)}.") from error
+        raise _refusal(name, f"The {_door(name)[:-1]} {name} refuses {values}: {first_line(error)}.") from error
 
 
 def _refusal(name: str, reason: str) -> InvalidSetting:
@@ -258,8 +274,9 @@ def _default(name: str) -> Any:
     """The solver or method of a name, with its default settings. Raises InvalidSetting for a class that is neither."""
     if (place := (METHODS_OF_BLOCKS | SOLVERS).get(name)) is not None:
         return imported(place)()
-    check_method(name)
-    kind = find("methods", name)
+    if (door := _door(name)) == "methods":
+        check_method(name)
+    kind = find(door, name)
     from sparsellm.methods import BlockMethod
     from sparsellm.solvers import LayerSolver
 
@@ -269,14 +286,36 @@ def _default(name: str) -> Any:
         if required := [x.name for x in fields(kind) if x.init and x.default is MISSING and x.default_factory is MISSING]:
             raise TypeError(f"its field {required[0]!r} has no default")
         made = kind()
+        data_of(made)
+        if door == "steps":
+            if missing := [member for member in STEP_MEMBERS if not hasattr(made, member)]:
+                raise TypeError(f"it has no `{missing[0]}`")
+            return made
         if not isinstance(made, (LayerSolver, BlockMethod)):
             raise TypeError("it has neither `needs` and `solve`, nor the members of a BlockMethod")
         check_needs(made)
-        data_of(made)
         return made
     except Exception as error:  # code of others
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InvalidSetting(f"The method {name} of the package {package_of(name)} cannot be used ({reason}).") from error
+        raise InvalidSetting(f"The {door[:-1]} {name} of the package {package_of(name)} cannot be used ({reason}).") from error
+
+
+def step_named(value: Any) -> Any:
+    """The step of a name, or of a mapping with its name and settings. Raises InvalidSetting for any other."""
+    name, settings = split_name(value, "then")
+    if is_place(name) or _door(str(name)) != "steps":
+        check_method(name, "then", names_of("steps"))
+        raise InvalidSetting(f"`then` {name} is the name of a method too. Give its class another text `name`.")
+    return _with_settings(name, settings)
+
+
+def completed_steps(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Steps with all of their settings, as a recipe has them. Raises InvalidSetting for an unknown or a repeated one."""
+    names = [split_name(value, "then")[0] for value in values]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidSetting(f"`then` names {repeated} twice. Name each only once.")
+    found = [(name, data_of(step_named(value))) for name, value in zip(names, values, strict=True)]
+    return tuple({"name": name, **data} if data else name for name, data in found)
 
 
 def check_needs(made: Any) -> None:
@@ -373,7 +412,7 @@ def _may_be_sequential(made: Any) -> bool:
     """Whether an object is a solver that reads inputs."""
     from sparsellm.solvers.statistics import TokenCount
 
-    return not _is_method(made) and made.needs is not TokenCount
+    return hasattr(made, "solve") and made.needs is not TokenCount
 
 
 def _in_float32(solver: Any) -> Any:

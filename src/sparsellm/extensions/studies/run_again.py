@@ -36,13 +36,21 @@ def run_command(recipe: RunRecipe, output: str) -> str:
         if isinstance(value, bool):
             lines.append([option if value else option.replace("--", "--no-", 1)])
         elif isinstance(value, dict):
-            lines += [
-                ["--set", f"{key}={yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"] for key, x in value.items()
-            ]
+            lines += [["--set", f"{key}={_in_line(x)}"] for key, x in value.items()]
         else:
-            for item in map(str, value if isinstance(value, list) else [value]):
+            for item in map(_word, value if isinstance(value, list) else [value]):
                 lines.append([f"{option}={item}"] if item.startswith("-") else [option, item])
     return " \\\n  ".join(map(shlex.join, lines))
+
+
+def _word(value: Any) -> str:
+    """A value on a command line."""
+    return _in_line(value) if isinstance(value, dict) else str(value)
+
+
+def _in_line(value: Any) -> str:
+    """A value as YAML of one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf")).splitlines()[0]
 
 
 def _option(name: str) -> str:

@@ -236,7 +236,7 @@ def _points(axis: str, spec: Any) -> Points:
     points: Points = {}
     for item in spec if isinstance(spec, dict) else [x for value in spec for x in _expanded(axis, value)]:
         value = spec[item] if isinstance(spec, dict) else item
-        problem, is_method = f"The axis {axis!r} sets an unknown field", axis == "method" and isinstance(value, dict)
+        problem, is_method = f"The axis {axis!r} sets an unknown field", axis in ("method", "then") and isinstance(value, dict)
         fields = value if isinstance(value, dict) and not (is_method and "name" in value) else _fields(axis, value, problem)
         for field in fields:
             check_known(str(field), Recipe.model_fields, problem)
@@ -248,8 +248,8 @@ def _points(axis: str, spec: Any) -> Points:
 
 
 def _expanded(axis: str, item: Any) -> list[Any]:
-    """A value of an axis; of a method with lists of values for its settings, each combination."""
-    if axis != "method" or not isinstance(item, dict):
+    """A value of an axis; of a method or step with lists of values for its settings, each combination."""
+    if axis not in ("method", "then") or not isinstance(item, dict):
         return [item]
     several = {key: x if isinstance(x, list) else [x] for key, x in item.items()}
     return [dict(zip(several, values, strict=True)) for values in product(*several.values())]
