@@ -5,16 +5,22 @@ An extension is an object of `Extension`. The metadata of its package name it, i
     [project.entry-points."sparsellm.extensions"]
     ria = "my_pruner:EXTENSION"
 
-sparsellm's own extensions, in `sparsellm.extensions`, are found in the same way.
+sparsellm's own extensions, in `sparsellm.extensions`, are found in the same way. A plugin is an extension without metadata: a
+module that the user names, on the command line or in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
+from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 from sparsellm.errors import InvalidSetting, first_line
@@ -72,12 +78,12 @@ class Extension:
 
 @dataclass(frozen=True)
 class Installed:
-    """An extension of an installed package.
+    """An extension of an installed package, or a plugin.
 
     Attributes:
-        name: Name of its entry point.
-        package: Name of its package.
-        version: Version of its package.
+        name: Name of its entry point, or the plugin as the user names it.
+        package: Name of its package; of a plugin, of its module.
+        version: Version of its package; empty for a plugin without one.
         extension: The object; without contents if it cannot be loaded.
         error: Why it cannot be loaded, or an empty string.
     """
@@ -99,9 +105,8 @@ class Installed:
         Args:
             base: The class of which it must be a subclass, if it must be one.
         """
-        module, _, name = value.partition(":")
         try:
-            found: Any = getattr(import_module(module), name) if name else import_module(module)
+            found = imported(value)
             if base is not object and not issubclass(found, base):
                 raise TypeError(f"it is no subclass of {base.__module__}.{base.__name__}")
         except Exception as error:  # code of others
@@ -120,9 +125,23 @@ CIRCLE = "its module imports much of sparsellm; keep EXTENSION in one that impor
 _LISTING: list[bool] = []
 """Not empty while extensions are listed."""
 
+PLUGINS: list[Installed] = []
+"""The plugins that this process has loaded."""
+
+DOORS_OF_CLASSES = {"solve": "methods", "prune": "methods", "begin": "steps", "count_removed": "patterns"}
+"""By a member that a class has, the attribute of `Extension` that brings it."""
+
+OF_PACKAGES_ONLY = ("commands", "options", "fields", "recipes")
+"""Attributes of `Extension` that make the command line and recipes, which are made before a plugin is loaded."""
+
+
+def installed() -> tuple[Installed, ...]:
+    """The extensions of all installed packages, by name, and the plugins."""
+    return (*_of_packages(), *PLUGINS)
+
 
 @cache
-def installed() -> tuple[Installed, ...]:
+def _of_packages() -> tuple[Installed, ...]:
     """The extensions of all installed packages, by name."""
     if _LISTING:
         raise ImportError(CIRCLE)
@@ -147,9 +166,16 @@ def names_of(door: str, taken: Collection[str] = ()) -> list[str]:
 
 
 def packages_of(door: str, name: str) -> str:
-    """The packages that bring a name by a door, with their versions; usually one."""
-    found = [x for x in installed() if name in getattr(x.extension, door)]
-    return " and ".join(f"{x.package} {x.version}" for x in found)
+    """The packages and plugins that bring a name by a door, with their versions; usually one."""
+    return " and ".join(f"{x.package} {x.version}".rstrip() for x in _bringing(door, name))
+
+
+def _bringing(door: str, name: str) -> list[Installed]:
+    """The extensions that bring a name by a door; of those that bring the same object, the first."""
+    found: dict[str, Installed] = {}
+    for x in (x for x in installed() if name in getattr(x.extension, door)):
+        found.setdefault(getattr(x.extension, door)[name], x)
+    return list(found.values())
 
 
 def find(door: str, name: str, base: type = object) -> Any:
@@ -161,9 +187,9 @@ def find(door: str, name: str, base: type = object) -> Any:
     Raises:
         InvalidSetting: Two packages bring it, it cannot be imported, or it is no such class.
     """
-    found = [x for x in installed() if name in getattr(x.extension, door)]
+    found = _bringing(door, name)
     if len(found) > 1:
-        raise InvalidSetting(f"The packages {packages_of(door, name)} both bring {name!r} ({door}). Uninstall one of them.")
+        raise InvalidSetting(f"{packages_of(door, name)} both bring {name!r} ({door}). Uninstall or leave out one of them.")
     return found[0].load(getattr(found[0].extension, door)[name], base) if found else None
 
 
@@ -177,18 +203,114 @@ def named(door: str, taken: Collection[str] = ()) -> dict[str, Any]:
         try:
             found[name] = find(door, name)
         except InvalidSetting as error:
-            if sum(name in getattr(extension.extension, door) for extension in installed()) > 1:
+            if len(_bringing(door, name)) > 1:
                 found[name] = error
             else:
                 PROBLEMS.append(str(error).removesuffix("."))
     return found
 
 
+def imported(place: str) -> Any:
+    """Import the object at a place, "module:name", or a module.
+
+    What a module prints as it is imported goes to stderr, since stdout is for results. One that ends the process raises
+    ImportError.
+    """
+    module, _, name = place.partition(":")
+    try:
+        with redirect_stdout(sys.stderr):
+            found = import_module(module)
+    except SystemExit as error:
+        raise ImportError(f"it ends the process as it is imported, with status {error.code}") from error
+    return attrgetter(name)(found) if name else found
+
+
+def load_plugin(place: str) -> Extension:
+    """Import a plugin, whose names are then known as those of installed packages.
+
+    Args:
+        place: A module: its `EXTENSION`, or else each class of a solver, method, step or pattern that it defines, by the text
+            `name` of the class or by its name in small letters. Or "module:name", for such a class that the module names too.
+
+    Raises:
+        InvalidSetting: It cannot be imported, or brings nothing.
+    """
+    module, _, name = place.partition(":")
+    if known := next((x for x in PLUGINS if x.name == place), None):
+        return known.extension
+    try:
+        found = imported(module)
+        extension = _extension_of(found, name)
+    except Exception as error:  # code of others
+        raise InvalidSetting(f"`plugin` {place} cannot be used ({type(error).__name__}: {first_line(error)}).") from error
+    left_out = [door for door in OF_PACKAGES_ONLY if getattr(extension, door)]
+    if left_out and module not in {x.package.replace("-", "_") for x in _of_packages()}:
+        PROBLEMS.append(f"{' and '.join(left_out)} of the plugin {place} are left out: only an installed package brings them")
+    extension = replace(extension, **{door: {} for door in left_out})
+    PLUGINS.append(Installed(place, module, version_of(found), extension))
+    return extension
+
+
+def check_plugins(places: Iterable[Any], where: str) -> None:
+    """Raise InvalidSetting for a plugin that is not loaded: a recipe, a sweep or a report names it, and imports no code."""
+    loaded = {x.name for x in PLUGINS}
+    if missing := next((x for x in map(str, places) if not {x, x.partition(":")[0]} & loaded), None):
+        raise InvalidSetting(f"{where} needs the plugin {missing}, and a file imports no code. Pass `plugin='{missing}'`.")
+
+
+def _extension_of(module: ModuleType, name: str) -> Extension:
+    """What a module brings: its `EXTENSION`, or an extension of its classes; and its class of a name, if that is not empty."""
+    stated = getattr(module, "EXTENSION", None)
+    is_stated = isinstance(stated, Extension)
+    extension = stated if isinstance(stated, Extension) else Extension()
+    kinds = [x for x in vars(module).values() if isinstance(x, type) and f"{x.__module__}.".startswith(f"{module.__name__}.")]
+    chosen = [attrgetter(name)(module)] if name else []
+    for kind in [*([] if is_stated else kinds), *chosen]:
+        door = next((door for member, door in DOORS_OF_CLASSES.items() if hasattr(kind, member)), "")
+        if chosen == [kind] and not (door and isinstance(kind, type)):
+            raise TypeError("it is no frozen dataclass with `solve` or `prune`, no step and no pattern")
+        if door and place_of(kind) not in getattr(extension, door).values():
+            extension = replace(extension, **{door: {**getattr(extension, door), name_of_class(kind): place_of(kind)}})
+    if extension == Extension():
+        raise TypeError(f"{module.__name__} has no EXTENSION, and no class of a solver, method, step or pattern")
+    return extension
+
+
+def name_at(place: str, door: str) -> str:
+    """The name of a class at an import path, once its plugin is loaded; empty if it does not come in by this door."""
+    names = {x: name for name, x in getattr(load_plugin(place), door).items()}
+    return str(names.get(place_of(imported(place)), ""))
+
+
+def is_place(text: Any) -> bool:
+    """Whether a text is an import path, "module:name"."""
+    return isinstance(text, str) and re.fullmatch(r"[^\W\d][\w.]*:[^\W\d][\w.]*", text) is not None
+
+
+def place_of(kind: type) -> str:
+    """The place of a class, "module:name"."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def name_of_class(kind: type) -> str:
+    """The name of a class that no `EXTENSION` names: its text `name`, or its own name in small letters."""
+    stated = vars(kind).get("name")
+    return stated if isinstance(stated, str) else kind.__name__.lower()
+
+
+def version_of(module: ModuleType) -> str:
+    """The version of a module, of itself or of its package; empty without one."""
+    if stated := getattr(module, "__version__", ""):
+        return str(stated)
+    packages = packages_distributions().get(module.__name__.partition(".")[0], [])
+    return version(packages[0]) if packages else ""
+
+
 def _loaded(point: EntryPoint) -> Installed:
     """The extension that an entry point names."""
     package, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "")
     try:
-        extension = point.load()
+        extension = imported(f"{point.module}:{point.attr}")
         if not isinstance(extension, Extension):
             raise TypeError(f"{point.value} is no sparsellm.Extension but {type(extension).__name__}")
     except Exception as error:  # code of others

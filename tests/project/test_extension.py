@@ -458,7 +458,7 @@ def test_the_package_of_the_page_on_methods(tmp_path: Path, program: Program) ->
         small = ("--samples", 2, "--sequence-length", 64, "--quiet") if words[0] == "prune" else ()
         done = program(*words, *small)
         assert done.returncode == 0, done.stderr
-    assert load_report(tmp_path / "default").recipe.to_dict()["settings"] == {"solver": "ria"}
+    assert load_report(tmp_path / "default").recipe.to_dict()["settings"] == {"solver": {"name": "ria", "power": 0.5}}
     (tmp_path / "my_pruner-1.5.dist-info").rename(tmp_path / "away")
     again = program("plan", "--config", tmp_path / "default")
     assert "needs the package my-pruner 1.5, which brings 'ria'" in again.stderr

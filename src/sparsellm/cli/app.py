@@ -16,6 +16,7 @@ from sparsellm.cli.evaluate import evaluate, inspect, verify
 from sparsellm.cli.info import info
 from sparsellm.cli.prune import prune
 from sparsellm.extension import PROBLEMS, named
+from sparsellm.recipes.registry import brought_methods
 
 app = typer.Typer(
     name="sparsellm",
@@ -37,6 +38,7 @@ def root(
     Example: sparsellm info
     """
     context.obj = debug
+    brought_methods()  # notes names that sparsellm has
     for line in PROBLEMS:
         print_note(line, context)
 

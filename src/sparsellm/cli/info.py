@@ -41,7 +41,7 @@ def info(context: typer.Context, method: Method = None, as_json: options.JsonOpt
     """
     with report_errors(context):
         if method is not None:
-            _print_method(method, as_json=as_json)
+            _print_method(options.with_plugins({"context": context, "method": method})["method"], as_json=as_json)
             return
         with nullcontext() if as_json else stderr.status("measuring the processor"):
             found = _examine()

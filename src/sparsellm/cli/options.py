@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import re
+import sys
 import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -15,7 +17,10 @@ import typer.core
 from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
+from sparsellm.cli.console import print_note, report_errors
+from sparsellm.extension import PROBLEMS
 from sparsellm.recipes.fields import HELP_PANELS, RecipeFields, RunFields
+from sparsellm.recipes.plugins import load_plugins
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -96,7 +101,8 @@ def recipe_options(
         @functools.wraps(command)
         def with_settings(help_all: bool, **values: Any) -> None:
             # An option that is not given is None, so that it does not override a recipe file.
-            command(**{name: value for name, value in values.items() if name not in selected or value not in (None, [])})
+            given = {name: value for name, value in values.items() if name not in selected or value not in (None, [])}
+            command(**(with_plugins(given) if "plugin" in selected else given))
 
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for name, parameter in signature.parameters.items() if name not in selected]
@@ -111,6 +117,18 @@ def recipe_options(
         return with_settings
 
     return add_options
+
+
+def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a command's options, once their plugins are loaded. What is wrong with a part of one is a note."""
+    context, before = values["context"], len(PROBLEMS)
+    with report_errors(context):
+        if (folder := os.getcwd()) not in sys.path:
+            sys.path.append(folder)  # as `python -m` has it, but last: a file named like a library hides none
+        values = load_plugins(values)
+    for line in PROBLEMS[before:]:
+        print_note(line, context)
+    return values
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

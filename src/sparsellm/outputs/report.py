@@ -29,10 +29,11 @@ from sparsellm.models.coverage import Coverage
 from sparsellm.outputs import card
 from sparsellm.outputs.folder import folder_path
 from sparsellm.outputs.sections import Section, read_sections
+from sparsellm.recipes.fields import SAVED
 from sparsellm.recipes.file import explain
 from sparsellm.recipes.own_method import saved_kind
 from sparsellm.recipes.path_names import PathNames
-from sparsellm.recipes.recipe import SAVED, Recipe, RunRecipe
+from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.solvers.statistics import TokenCount
 from sparsellm.texts.json_files import FORMAT, read_record
 

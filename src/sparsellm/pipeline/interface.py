@@ -147,7 +147,7 @@ def prune(
     """
     fields, source = named_model(model, tokenizer)
     texts, given = texts_in_memory(calibration, settings)
-    kind, chosen = method_fields(method)
+    kind, chosen = method_fields(method, settings)
     recipes = read_recipes({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
     several = bool(split_sparsity(sparsity))
     if several and source is not None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting
 from sparsellm.extension import find
 from sparsellm.methods import BlockMethod, BlockShapes, Memory
+from sparsellm.recipes.fields import split_name
+from sparsellm.recipes.registry import step_named
 
 if TYPE_CHECKING:
     from sparsellm.models.loaded_model import LoadedModel
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 class ModelStep(Protocol):
     """A step of a run that changes the whole model once its blocks are pruned.
 
-    A method with these members is a step as well, the first one after the blocks that it pruned.
+    A method with these members is a step as well, the first one after the blocks that it pruned. A step that recipes name in
+    `then` is a frozen dataclass, whose fields are its settings.
 
     Attributes:
         on_dense: Names of its stages before the blocks, which compute something with the dense model.
@@ -78,7 +81,11 @@ def steps_of(recipe: RunRecipe, method: BlockMethod) -> tuple[ModelStep, ...]:
         raise InvalidSetting(
             f"{type(method).__name__} has `begin`, and not all other members of `sparsellm.pipeline.steps.ModelStep`."
         )
+    named = {split_name(value, "then")[0]: value for value in getattr(recipe, "then", ())}
     for name in recipe.steps_after:
+        if name in named:
+            found.append(step_named(named[name]))
+            continue
         kind: type[NamedStep] | None = find("steps", name)
         if kind is None:
             raise InvalidSetting(f"{name.capitalize()} of the whole model is brought by no installed package.")

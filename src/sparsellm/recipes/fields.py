@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from sparsellm.errors import InvalidSetting, first_line
-from sparsellm.extension import PROBLEMS, installed, names_of
+from sparsellm.extension import PROBLEMS, check_plugins, installed
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 if TYPE_CHECKING:
@@ -48,15 +48,12 @@ METHODS = {
 }
 """The methods of sparsellm, each with a description."""
 
-BROUGHT_METHODS = names_of("methods", METHODS)
-"""The methods that packages bring."""
-
 ALLOCATIONS = ("uniform", "owl", "fisher")
 """Rules that set each layer's sparsity; a YAML file may be used instead."""
 
 Trait = Literal["path", "measured", "machine", "memory"]
 """The kind of a field: a file's name ("path"), something to measure, which changes no weights ("measured"), a matter of the
-machine and not of the result ("machine"), or of its memory, on which no bit depends ("memory")."""
+machine and not of the result ("machine"), or of its memory or its modules, on which no bit depends ("memory")."""
 
 EVALUATION = (
     *("revision", "trust_remote_code", "text_field", "documents", "bos", "sequence_length", "evaluate_limit"),
@@ -119,6 +116,18 @@ def split_name(value: Any, field: str) -> tuple[Any, dict[str, Any]]:
     return value["name"], {str(key): x for key, x in value.items() if key != "name"}
 
 
+def written(value: Any) -> str:
+    """A value as YAML has it: true rather than True; a name with settings as `label_with`."""
+    if isinstance(value, Mapping) and "name" in value:
+        return label_with(*split_name(value, ""))
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def label_with(name: str, settings: Mapping[str, Any]) -> str:
+    """A name with its settings, as "ria(power=1.0)"."""
+    return name + (f"({', '.join(f'{key}={written(x)}' for key, x in settings.items())})" if settings else "")
+
+
 _as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[str, ...], _as_tuple]
 """Several texts; a single one may be written without a list."""
@@ -168,6 +177,9 @@ _model = partial(_field, "Model", essential=False)
 
 
 CONFIG = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+SAVED: dict[str, Any] = {"saved": True}
+"""Context of the validation of a recipe that a report holds, whose names may be those of packages that are not installed."""
 
 
 class RunFields(BaseModel):
@@ -242,12 +254,25 @@ class RunFields(BaseModel):
     )
     batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", least=1, traits=("machine",))
 
+    plugin: Names = method_option(
+        (),
+        "Module that brings methods, steps or patterns that are named; or MODULE:CLASS, for one of them.",
+        traits=("machine", "memory"),
+    )
+
     @field_validator("*", mode="before")
     @classmethod
     def _is_no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false for what is neither; pydantic would read `samples: true` as 1."""
         if isinstance(value, bool) and "bool" not in str(cls.model_fields[str(info.field_name)].annotation):
             raise InvalidSetting(f"`{info.field_name}` got {str(value).lower()}, which is no value of it.")
+        return value
+
+    @field_validator("plugin")
+    @classmethod
+    def _is_loaded(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if info.context is not SAVED:
+            check_plugins(value, "The recipe")
         return value
 
 
@@ -292,7 +317,12 @@ class PruneFields(RunFields, FurtherFields):
 
     method: MethodName | str = option("sparsellm", "Pruning method; sparsellm info lists them.")
     sparsity: str | None = option(None, "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.", "50%")
-    settings: dict[str, Any] = method_option({}, "Setting of the method; sparsellm info METHOD lists them.", spelled="set")
+    settings: dict[str, Any] = method_option(
+        {}, "Setting of the method; sparsellm info METHOD lists them.", spelled="set", validate_default=True
+    )
+    then: tuple[str | dict[str, Any], ...] = method_option(
+        (), "Step of the whole model after its blocks, by its name; with settings as '{name: NAME, SETTING: VALUE}'."
+    )
     effort: Literal["fast", "standard", "best"] = option(
         "standard",
         "fast prunes each layer alone; standard solves each feed-forward part as one problem; best also trains the model.",
@@ -307,6 +337,13 @@ class PruneFields(RunFields, FurtherFields):
     include: Names = layers_option((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = layers_option((), "Do not prune such layers, named as for include.")
     keep_zeros: bool = layers_option(False, "Keep weights that are zero in the dense model at zero.", essential=False)
+
+    @field_validator("then", mode="before")
+    @classmethod
+    def _split_steps(cls, value: Any) -> Any:
+        """Take one step for several, and read texts of the command line."""
+        several = () if value is None else value if isinstance(value, (list, tuple)) else [value]
+        return [_read(x) if isinstance(x, str) and x.startswith("{") else x for x in several]
 
     @model_validator(mode="before")
     @classmethod
@@ -378,9 +415,14 @@ def fields_with(kind: type[RunFields], *traits: Trait) -> tuple[str, ...]:
 
 def _parse_setting(text: Any) -> tuple[str, Any]:
     """The name and the value of a setting of the command line."""
-    from sparsellm.texts.yaml_files import read_value  # imports PyYAML, which `--help` needs not
-
     name, equals, value = str(text).partition("=")
     if not equals:
         raise InvalidSetting(f"`settings` must be NAME=VALUE, got {str(text)!r}.")
-    return name, read_value(value)
+    return name, _read(value)
+
+
+def _read(text: str) -> Any:
+    """A value as in a YAML file."""
+    from sparsellm.texts.yaml_files import read_value  # imports PyYAML, which `--help` needs not
+
+    return read_value(text)

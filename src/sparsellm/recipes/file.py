@@ -11,10 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import BadCheckpoint, InvalidSetting, nearest, printable
+from sparsellm.extension import check_plugins
 from sparsellm.recipes.fields import ALLOCATIONS
 from sparsellm.recipes.path_names import is_file, local_files
 from sparsellm.recipes.recipe import Recipe, RunRecipe
-from sparsellm.recipes.registry import is_object, method_names, names_in
+from sparsellm.recipes.registry import is_known, is_object, names_in
 from sparsellm.texts.json_files import Unreadable, check_value, is_path, read_record
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping
@@ -138,11 +139,13 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
         raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
     if saved and is_object(content):
         raise InvalidSetting(
-            f"{path} is of the method {content.get('method')}, an object of Python: pass it as `method` there."
+            f"{path} is of the method {content.get('method')}, an object of {content['source']}: pass it as `method` in Python."
         )
+    if saved and isinstance(plugins := content.get("plugin"), list):
+        check_plugins(plugins, str(path))
     packages, named = content.pop("packages", {}) if saved else {}, names_in(content)
     for key in content:
-        is_missing = named[key] not in method_names() if key in named else key not in Recipe.model_fields
+        is_missing = not is_known(named[key]) if key in named else key not in Recipe.model_fields
         if isinstance(packages, dict) and key in packages and is_missing:
             brought = named.get(key, key)
             raise InvalidSetting(f"{path} needs the package {packages[key]}, which brings {brought!r} and is not installed.")

@@ -41,6 +41,7 @@ class RunKeywords(MeasurementKeywords, total=False):
     evaluate: str | Path | Sequence[str | Path] | CalibrationData
     compute_dtype: Literal["auto", "float32", "bfloat16"]
     batch_size: int | None
+    plugin: str | Sequence[str]
 
 
 class PruneKeywords(RunKeywords, total=False):
@@ -48,6 +49,7 @@ class PruneKeywords(RunKeywords, total=False):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     settings: dict[str, Any]
+    then: tuple[str | dict[str, Any], ...]
     effort: Literal["fast", "standard", "best"]
     allocation: str | None
     blocks: str

@@ -6,10 +6,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar, get_type_hints
+from functools import partial, wraps
+from typing import Any, TypeVar, cast, get_type_hints
 
 from sparsellm.recipes.fields import RecipeFields, RunFields
+from sparsellm.recipes.plugins import load_plugins
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,12 +23,18 @@ def recipe_keywords(keywords: type, fields: type[RunFields] = RecipeFields) -> C
         fields: The class that declares them.
 
     Returns:
-        A decorator for a function with `**settings`, which is called unchanged.
+        A decorator for a function with `**settings`, before which the plugins are loaded that it is called with.
     """
     types = get_type_hints(keywords)
     chosen = {name: field for name, field in fields.model_fields.items() if name in types}
 
-    def show_fields(function: Function) -> Function:
+    def show_fields(undecorated: Function) -> Function:
+        @wraps(undecorated)
+        def loading_plugins(*arguments: Any, **given: Any) -> Any:
+            plugins = load_plugins({"plugin": given.pop("plugin", ())})
+            return undecorated(*arguments, **given, **plugins)
+
+        function = cast("Function", loading_plugins)
         signature = inspect.signature(function)
         own = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
         shown = [

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
 from sparsellm.recipes.recipe import Recipe
-from sparsellm.recipes.registry import is_object, method_names
+from sparsellm.recipes.registry import check_needs, data_of, is_object, method_name_of, method_names, source_of
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.statistics import TokenCount
 
@@ -22,20 +22,30 @@ class ObjectRecipe(Recipe):
     """A recipe whose method is an object.
 
     Attributes:
-        method: The name of its class, which reports show.
+        method: Its name, as that of a method that is named.
+        settings: Its fields, as plain data.
+        source: Where its class is, "module:name", with the version of the package.
         given: The solver or method; None for a recipe that is read from a report.
     """
 
     method: str
+    source: str
     given: Any = Field(None, exclude=True, repr=False)
 
     @classmethod
     def _is_method(cls, value: str, info: ValidationInfo) -> str:
         return value
 
+    @classmethod
+    def _complete_settings(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return value
+
     def _check_method_settings(self) -> None:
-        if self.settings:
-            raise InvalidSetting(f"`settings` go with the name of a method, got an object of {self.method}. Leave them out.")
+        pass
+
+    @property
+    def _is_default_method(self) -> bool:
+        return False
 
     @model_validator(mode="after")
     def _check_given(self) -> ObjectRecipe:
@@ -43,11 +53,7 @@ class ObjectRecipe(Recipe):
             return self
         if isinstance(self.given, BlockMethod) and (name := self._first_changed(*OF_THE_METHOD) or self.projecting):
             raise InvalidSetting(f"`{name}` goes with a solver, got the method {self.method}. Leave it out.")
-        needs = self.given.needs
-        if not (isinstance(needs, type) and issubclass(needs, TokenCount)):
-            raise InvalidSetting(
-                f"{self.method}.needs must be a class of input statistics: TokenCount, InputRMS or Gram. Got {needs!r}."
-            )
+        check_needs(self.given)
         return self
 
     @property
@@ -59,8 +65,11 @@ class ObjectRecipe(Recipe):
         return hasattr(self.given, "begin")
 
 
-def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:
+def method_fields(method: Any, settings: Mapping[str, Any]) -> tuple[type[Recipe], dict[str, Any]]:
     """The class of a recipe with this method, a name or an object, and the fields that set it.
+
+    Args:
+        settings: The other fields, of which `settings` go with a name only.
 
     Raises:
         InvalidSetting: It is neither a name nor a solver or method.
@@ -73,7 +82,10 @@ def method_fields(method: Any) -> tuple[type[Recipe], dict[str, Any]]:
             f"`method` must be one of {', '.join(method_names())}, a solver (an object with needs and solve(problem, "
             f"pattern)), or a method. Got {name}."
         )
-    return ObjectRecipe, {"method": name, "given": method}
+    if settings.get("settings"):
+        raise InvalidSetting(f"`settings` go with the name of a method, got an object of {name}. Leave them out.")
+    fields = {"method": method_name_of(type(method)), "settings": data_of(method), "source": source_of(type(method))}
+    return ObjectRecipe, fields | {"given": method}
 
 
 def saved_kind(fields: Mapping[str, Any]) -> type[Recipe]:

@@ -14,11 +14,24 @@ from sparsellm.extension import names_of
 from sparsellm.recipes.fields import (
     ALLOCATIONS,
     BROUGHT_BY,
+    SAVED,
     RecipeFields,
     RunFields,
+    label_with,
     parse_size,
+    split_name,
+    written,
 )
-from sparsellm.recipes.registry import build, check_method, is_step, names_in, package_of, reads_inputs
+from sparsellm.recipes.registry import (
+    build,
+    check_method,
+    completed,
+    completed_steps,
+    is_step,
+    names_in,
+    package_of,
+    reads_inputs,
+)
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -27,9 +40,6 @@ if TYPE_CHECKING:
 
 EFFORTS: dict[str, dict[str, Any]] = {"fast": {"solver": "fast-admm", "scope": "none"}, "standard": {}, "best": {}}
 """Settings of the method sparsellm that an effort sets, unless the recipe does."""
-
-SAVED: dict[str, Any] = {"saved": True}
-"""Context of the validation of a recipe that a report holds, whose names may be those of packages that are not installed."""
 
 NEEDS_TEXT = f"needs a calibration text: pass a {TEXT_FILES} file as `calibration`, or one of {', '.join(TEXT_NAMES)}."
 
@@ -164,9 +174,20 @@ class Recipe(RunRecipe, RecipeFields):
             check_method(value)
         return value
 
+    @field_validator("settings")
+    @classmethod
+    def _complete_settings(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Add the defaults of a method of others: reports have all of its settings, whatever its next version does."""
+        return value if info.context is SAVED or "method" not in info.data else completed(info.data["method"], value)
+
+    @field_validator("then")
+    @classmethod
+    def _complete_steps(cls, value: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        return value if info.context is SAVED else completed_steps(value)
+
     @model_validator(mode="after")
     def _check_settings(self, info: ValidationInfo) -> Recipe:
-        if self.effort != type(self).model_fields["effort"].default and self.method != "sparsellm":
+        if self.effort != type(self).model_fields["effort"].default and not self._is_default_method:
             raise InvalidSetting(f"`effort` is for sparsellm, got the method {self.method}. Leave it out.")
         if info.context is not SAVED:
             self._check_method_settings()
@@ -218,7 +239,7 @@ class Recipe(RunRecipe, RecipeFields):
         if (setting := next((name for name in self.in_place_of_sparsity if getattr(self, name) is not None), None)) is not None:
             return setting
         is_removing = self.pattern.is_shareable and self.pattern.sparsity > 0
-        nonuniform = self.method == "sparsellm" and is_removing
+        nonuniform = self._is_default_method and is_removing
         return self.allocation or ("fisher" if nonuniform else "uniform")
 
     @property
@@ -232,15 +253,19 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def method_label(self) -> str:
-        """The method with the settings that differ from its defaults, as "algorithm1(epochs=2)"."""
+        """The method with its settings, as "algorithm1(epochs=2)"; those of sparsellm without defaults that are not given."""
         effort = "" if self.effort == type(self).model_fields["effort"].default else f", {self.effort}"
-        given = ", ".join(f"{name}={value}" for name, value in self.settings.items())
-        return f"{self.method}{effort}" + (f"({given})" if given else "")
+        return ", then ".join([label_with(f"{self.method}{effort}", self.settings), *map(written, self.then)])
 
     @property
     def packages(self) -> dict[str, str]:
-        named = names_in(self.model_dump(include={"method", "settings"}))
+        named = names_in(self.model_dump(include={"method", "settings", "then"}))
         return super().packages | {field: package for field, name in named.items() if (package := package_of(name))}
+
+    @property
+    def _is_default_method(self) -> bool:
+        """Whether the method is the default one, which has efforts and an allocation of its own."""
+        return self.method == "sparsellm"
 
     @property
     def _reads_inputs(self) -> bool:
@@ -262,7 +287,8 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def steps_after(self) -> tuple[str, ...]:
-        return (*(("training",) if self.effort == "best" else ()), *self.further_steps())
+        named = (str(split_name(value, "then")[0]) for value in self.then)
+        return (*(("training",) if self.effort == "best" else ()), *self.further_steps(), *named)
 
     def describe(self, predicate: str = "removed") -> str:
         """Summarize the run in one line. predicate: what the weights are that the sparsity counts."""

@@ -59,6 +59,6 @@ def plan(
     """
     fields, source = named_model(model, tokenizer)
     texts, given = texts_in_memory(calibration, settings)
-    kind, chosen = method_fields(method)
+    kind, chosen = method_fields(method, settings)
     recipe = read_recipe({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
     return plan_pruning(recipe, output, given=given, source=source, measure=measure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,7 @@ DemoOutput = Annotated[str | None, typer.Option(help=_DEMO_OUTPUT)]
 Family = Annotated[str, typer.Option(help="Bundled model: opt or llama.")]
 
 
-@options.recipe_options("device")
+@options.recipe_options("device", "plugin")
 @extended("sweep")
 def sweep(
     context: typer.Context,
@@ -100,6 +101,7 @@ def sweep(
     as_json: options.JsonOption = False,
     extras: Extras,
     device: str | None = None,
+    plugin: Sequence[str] = (),
 ) -> None:
     """Prune with every combination of settings in a file and compare.
 
@@ -114,7 +116,7 @@ def sweep(
         from sparsellm.runtime import process_group
         from sparsellm.texts.paths import local_path
 
-        cells = read_sweep(file, smoke=smoke, changes=changes or ())
+        cells = read_sweep(file, smoke=smoke, changes=changes or (), plugins=plugin)
         folder = local_path(output or Path(file).stem)
         if list_cells:
             outcomes = read_outcomes(cells, folder, only or ())

@@ -35,6 +35,7 @@ from sparsellm.recipes.fields import MethodName
 from sparsellm.recipes.file import read_search
 from sparsellm.recipes.keyword_types import PruneKeywords
 from sparsellm.recipes.keywords import recipe_keywords
+from sparsellm.recipes.plugins import load_plugins
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path
@@ -73,6 +74,7 @@ def sweep(
     changes: Mapping[str, Any] | None = None,
     retry: bool = False,
     device: str | None = None,
+    plugin: str | Sequence[str] = (),
     progress: bool = False,
     observe: Observer | None = None,
 ) -> Outcomes:
@@ -88,6 +90,7 @@ def sweep(
         changes: Values by recipe field, for all cells; or by "axis.label", for the field that the axis is named after.
         retry: Run failed cells again.
         device: Device that replaces the recipes'.
+        plugin: Modules that bring methods, steps or patterns that the file names.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
         observe: Callback that receives the events of all runs (see `sparsellm.observers.events`).
 
@@ -101,7 +104,9 @@ def sweep(
     if not isinstance(file, (str, Path, Mapping)):
         raise InvalidSetting(f"A sweep is a YAML file or its content as a mapping, got {type(file).__name__}.")
     labels = {axis: [value] if isinstance(value, str) else value for axis, value in (only or {}).items()}
-    cells = read_sweep(file, smoke=smoke, changes=[f"{name}={json.dumps(value)}" for name, value in (changes or {}).items()])
+    plugins = load_plugins({"plugin": plugin}).get("plugin", ())
+    texts = [f"{name}={json.dumps(value)}" for name, value in (changes or {}).items()]
+    cells = read_sweep(file, smoke=smoke, changes=texts, plugins=plugins)
     if output is None and isinstance(file, Mapping):
         raise InvalidSetting("A sweep without a file needs a folder: pass `output`.")
     folder = local_path(output or Path(str(file)).stem)

@@ -279,7 +279,7 @@ def _sweep_page(path: Path) -> Page:
         tables={"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         legend=" ".join(legend(sweep, rows)),
         plots=sweep_plots(sweep, rows, outcomes),
-        command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
+        command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke, plugins=sweep.cells[0].recipe.plugin),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",
         settings=sweep_yaml(sweep, names),

@@ -24,10 +24,10 @@ def run_command(recipe: RunRecipe, output: str) -> str:
         output: Folder that the command writes.
     """
     if isinstance(recipe, ObjectRecipe):
-        fields = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"model", "method"})
+        fields = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"model", "method", "settings", "source"})
         settings = "".join(f", {name}={value!r}" for name, value in fields.items())
-        call = f"sparsellm.prune({recipe.model!r}, method={recipe.method}(){settings})"
-        return f"# in Python, with the {recipe.method} of this run\n{call}.save_pretrained({output!r})"
+        call = f"sparsellm.prune({recipe.model!r}, method{settings})"
+        return f"# in Python; method is {recipe.method_label}, of {recipe.source}\n{call}.save_pretrained({output!r})"
     lines = [["sparsellm", recipe.command, getattr(recipe, recipe.argument), output]]
     lines += [[_option(option), getattr(recipe, name)] for name, option in recipe.renamed.items()]
     elsewhere = {recipe.argument, *recipe.renamed, *recipe.inherited}
@@ -36,13 +36,21 @@ def run_command(recipe: RunRecipe, output: str) -> str:
         if isinstance(value, bool):
             lines.append([option if value else option.replace("--", "--no-", 1)])
         elif isinstance(value, dict):
-            lines += [
-                ["--set", f"{key}={yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"] for key, x in value.items()
-            ]
+            lines += [["--set", f"{key}={_in_line(x)}"] for key, x in value.items()]
         else:
-            for item in map(str, value if isinstance(value, list) else [value]):
+            for item in map(_word, value if isinstance(value, list) else [value]):
                 lines.append([f"{option}={item}"] if item.startswith("-") else [option, item])
     return " \\\n  ".join(map(shlex.join, lines))
+
+
+def _word(value: Any) -> str:
+    """A value on a command line."""
+    return _in_line(value) if isinstance(value, dict) else str(value)
+
+
+def _in_line(value: Any) -> str:
+    """A value as YAML of one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf")).splitlines()[0]
 
 
 def _option(name: str) -> str:
@@ -50,9 +58,10 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def sweep_command(file: str, output: str, *, smoke: bool) -> str:
+def sweep_command(file: str, output: str, *, smoke: bool, plugins: Sequence[str] = ()) -> str:
     """The command line that runs a sweep file, at the small sizes of a first try if `smoke`."""
-    return shlex.join(["sparsellm", "sweep", file, output, *(["--smoke"] if smoke else [])])
+    options = ["--smoke"] * smoke + [word for place in plugins for word in ("--plugin", place)]
+    return shlex.join(["sparsellm", "sweep", file, output, *options])
 
 
 def bench_command(

@@ -13,7 +13,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.recipes.fields import split_name
+from sparsellm.recipes.fields import label_with, split_name, written
 from sparsellm.recipes.file import explain, read_recipe
 from sparsellm.recipes.recipe import Recipe
 from sparsellm.recipes.registry import method_names, settings_of
@@ -161,13 +161,16 @@ class _SweepFile(_Settings, coerce_numbers_to_str=True):
     smoke: _Settings | None = None
 
 
-def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, changes: Sequence[str] = ()) -> Sweep:
+def read_sweep(
+    file: str | Path | Mapping[str, Any], *, smoke: bool = False, changes: Sequence[str] = (), plugins: Sequence[str] = ()
+) -> Sweep:
     """Read a sweep file and check the recipe of every cell.
 
     Args:
         file: The YAML file, or its content.
         smoke: Whether to read the small form that the file describes under `smoke:`.
         changes: "field=value" for a field that all cells share, or "axis.label=value" for a field that an axis is named after.
+        plugins: Plugins that are loaded, for names that they bring.
 
     Raises:
         InvalidSetting: For an empty axis, for two cells with the same name or recipe, and for an invalid recipe.
@@ -176,7 +179,7 @@ def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, cha
     try:
         content = file if isinstance(file, Mapping) else read_mapping(local_path(file), "sweep")
         given = {field: value for field, value in content.items() if value is not None}
-        return _sweep(_SweepFile.model_validate(given), title, smoke=smoke, changes=changes)
+        return _sweep(_SweepFile.model_validate(given), title, smoke=smoke, changes=changes, plugins=plugins)
     except ValidationError as error:
         fields = {*_SweepFile.model_fields, *_Entry.model_fields, *Recipe.model_fields}
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")  # perhaps a missing one, misspelled
@@ -186,14 +189,14 @@ def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, cha
         raise
 
 
-def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[str]) -> Sweep:
+def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[str], plugins: Sequence[str]) -> Sweep:
     """The sweep that the content of a file describes, with a default title."""
     overrides = content.smoke if smoke else _Settings()
     if overrides is None:
         raise InvalidSetting(
             "The sweep has no small form. Give it a `smoke:` with `recipe:` and `axes:`, or leave out `smoke`."
         )
-    shared = content.recipe | overrides.recipe
+    shared = content.recipe | overrides.recipe | ({"plugin": [*plugins]} if plugins else {})
     full_axes = {axis: _points(axis, spec) for axis, spec in content.axes.items()}
     axes = full_axes | {axis: _points(axis, spec) for axis, spec in overrides.axes.items()}
     for change in changes:
@@ -231,9 +234,9 @@ def _points(axis: str, spec: Any) -> Points:
     if not spec or not isinstance(spec, (list, dict)):
         raise InvalidSetting(f"The axis {axis!r} must be a list of values, or `label: fields` lines, got {spec!r}.")
     points: Points = {}
-    for item in spec:
+    for item in spec if isinstance(spec, dict) else [x for value in spec for x in _expanded(axis, value)]:
         value = spec[item] if isinstance(spec, dict) else item
-        problem, is_method = f"The axis {axis!r} sets an unknown field", axis == "method" and isinstance(value, dict)
+        problem, is_method = f"The axis {axis!r} sets an unknown field", axis in ("method", "then") and isinstance(value, dict)
         fields = value if isinstance(value, dict) and not (is_method and "name" in value) else _fields(axis, value, problem)
         for field in fields:
             check_known(str(field), Recipe.model_fields, problem)
@@ -242,6 +245,14 @@ def _points(axis: str, spec: Any) -> Points:
             raise InvalidSetting(f"The axis {axis!r} has two values named {label!r}. Give each a `label:`.")
         points[label] = dict(fields)
     return points
+
+
+def _expanded(axis: str, item: Any) -> list[Any]:
+    """A value of an axis; of a method or step with lists of values for its settings, each combination."""
+    if axis not in ("method", "then") or not isinstance(item, dict):
+        return [item]
+    several = {key: x if isinstance(x, list) else [x] for key, x in item.items()}
+    return [dict(zip(several, values, strict=True)) for values in product(*several.values())]
 
 
 def _fields(name: str, value: Any, problem: str) -> dict[str, Any]:
@@ -381,19 +392,13 @@ def check_known(name: str, names: Collection[str], problem: str) -> str:
     return name
 
 
-def written(value: Any) -> str:
-    """A value as YAML has it: true rather than True."""
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
 def label_of(axis: str, value: Any) -> str:
     """The label of a value in a list: the canonical text of a pattern, the last part of a model path."""
     if axis == "sparsity":
         with suppress(InvalidSetting):  # the recipe of the cell refuses a value that is no pattern
             return str(parse_pattern(str(value)))
     if isinstance(value, dict):
-        name, settings = split_name(value, axis)
-        return f"{name}({', '.join(f'{key}={written(x)}' for key, x in settings.items())})"
+        return label_with(*split_name(value, axis))
     return PurePath(value).name if axis == "model" and isinstance(value, str) else written(value)
 
 

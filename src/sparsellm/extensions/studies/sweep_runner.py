@@ -28,6 +28,7 @@ from sparsellm.outputs.folder import SWEEP, is_sweep, refuse_links
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.saving import Result, check_output
 from sparsellm.pipeline.several import RunSet
+from sparsellm.recipes.fields import SAVED
 from sparsellm.texts.json_files import FORMAT, durable, read_record, strict_json
 
 CELLS = "cells"
@@ -234,7 +235,7 @@ def read_outcomes(sweep: Sweep, folder: str | Path, only: Sequence[str] = ()) ->
 
 def saved_sweep(folder: str | Path) -> Sweep:
     """The sweep that was last run in a folder."""
-    return read_record(Path(folder) / SWEEP, Sweep.model_validate, "sweep")[0]
+    return read_record(Path(folder) / SWEEP, partial(Sweep.model_validate, context=SAVED), "sweep")[0]
 
 
 def _run_sweep_cell(cell_folder: CellFolder, runs: RunSet, *, keep: bool) -> Result:
