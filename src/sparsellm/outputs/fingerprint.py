@@ -169,8 +169,7 @@ def check_inputs(recipe: RunRecipe, given: Collection[str] | None = None) -> Non
 
 
 def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, dict[str, str]]:
-    """Digests of what a recipe names: the classes of its method that are not of sparsellm, its model's files, its local texts,
-    its allocation file, and its tasks' data.
+    """Digests of what a recipe names: the classes of its method, and the files of model, texts, allocation and tasks.
 
     Every byte of the weights is read, once per process. A model or a text in memory, and a text on the hub, have none.
     """
