@@ -24,7 +24,7 @@ LINES = {
     "methods": 2_387,
     "models": 2_127,
     "observers": 700,
-    "outputs": 2_587,
+    "outputs": 2_588,
     "pipeline": 3_027,
     "recipes": 1_938,
     "runtime": 1_463,

@@ -246,12 +246,13 @@ def check_kept(folder: Path, recipe: RunRecipe, inputs: Inputs | None = None) ->
     if changed:
         difference = f"its `{changed}` was {stored[changed]!r}, and is now {settings[changed]!r}"
     else:
-        current: Inputs = method_inputs(recipe) if inputs is None else inputs
+        required: Inputs = method_inputs(recipe) if inputs is None else inputs
+        current = required
         if inputs is None:
             with suppress(SparseLLMError):  # of a model that cannot be opened any more
                 current = run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
         current, recorded = names.keys(current), output.report.inputs
-        unknown = next((f"it does not say which {name} it read" for name in inputs or () if names[name] not in recorded), "")
+        unknown = next((f"it does not say which {name} it read" for name in required if names[name] not in recorded), "")
         difference = changed_input(recorded, current) or unknown
     if difference:
         advice = "or `restart=True` and `overwrite=True` to start over"
