@@ -169,8 +169,7 @@ def check_inputs(recipe: RunRecipe, given: Collection[str] | None = None) -> Non
 
 
 def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, dict[str, str]]:
-    """Digests of what a recipe names: the classes of its method that are not of sparsellm, its model's files, its local texts,
-    its allocation file, and its tasks' data.
+    """Digests of what a recipe names: the classes of its method, and the files of model, texts, allocation and tasks.
 
     Every byte of the weights is read, once per process. A model or a text in memory, and a text on the hub, have none.
     """
@@ -247,12 +246,13 @@ def check_kept(folder: Path, recipe: RunRecipe, inputs: Inputs | None = None) ->
     if changed:
         difference = f"its `{changed}` was {stored[changed]!r}, and is now {settings[changed]!r}"
     else:
-        current: Inputs = method_inputs(recipe) if inputs is None else inputs
+        required: Inputs = method_inputs(recipe) if inputs is None else inputs
+        current = required
         if inputs is None:
             with suppress(SparseLLMError):  # of a model that cannot be opened any more
                 current = run_inputs(recipe, open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code))
         current, recorded = names.keys(current), output.report.inputs
-        unknown = next((f"it does not say which {name} it read" for name in inputs or () if names[name] not in recorded), "")
+        unknown = next((f"it does not say which {name} it read" for name in required if names[name] not in recorded), "")
         difference = changed_input(recorded, current) or unknown
     if difference:
         advice = "or `restart=True` and `overwrite=True` to start over"

@@ -348,6 +348,14 @@ def test_the_classes_of_a_run_stand_in_its_report(run: Callable[..., Any], tmp_p
         assert all("not known" not in entries.values() for entries in inputs.values())
 
 
+def test_a_class_of_the_same_name_is_another_one(run: Callable[..., Any], tmp_path: Path) -> None:
+    run(PlainMethod(), tmp_path / "out")
+    run(PlainMethod(), tmp_path / "out", resume=True)
+    other = type("PlainMethod", (PlainMethod,), {"__module__": "elsewhere"})
+    with pytest.raises(CannotResume, match=r"elsewhere\.PlainMethod"):
+        run(other(), tmp_path / "out", resume=True)
+
+
 @pytest.mark.parametrize("setting", ["resume", "restart", "overwrite"])
 def test_settings_of_an_output_need_one(setting: str, run: Callable[..., Any]) -> None:
     with pytest.raises(InvalidSetting, match=f"`{setting}`.*`output`"):
