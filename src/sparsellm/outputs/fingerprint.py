@@ -25,7 +25,7 @@ from sparsellm.outputs.folder import ANEW, LOG
 from sparsellm.outputs.journal import OF_RECIPE
 from sparsellm.outputs.verification import read_output
 from sparsellm.recipes.fields import RunFields, fields_with
-from sparsellm.recipes.method_classes import class_origins, object_settings
+from sparsellm.recipes.method_classes import class_origins
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import RunRecipe
 from sparsellm.runtime import devices
@@ -182,10 +182,7 @@ def run_inputs(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[st
 
 
 def method_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
-    """The classes of a recipe's method that are not of sparsellm, by their names: modules, package, and source.
-
-    That of a method that is an object has its settings too.
-    """
+    """The classes of a recipe's method that are not of sparsellm, by their names: modules, package, and source."""
     found: dict[str, dict[str, str]] = {}
     for origin in class_origins(recipe):
         entries = {f"module {name}": contents(file) for name, file in origin.files.items()}
@@ -196,9 +193,6 @@ def method_inputs(recipe: RunRecipe) -> dict[str, dict[str, str]]:
         elif origin.source:
             entries["source"] = f"SHA-256 {hashlib.sha256(origin.source.encode()).hexdigest()[:32]}"
         found[origin.name] = entries
-    name, settings = object_settings(recipe)
-    if settings:
-        found[name] = found.get(name, {}) | {f"setting {key}": text for key, text in settings.items()}
     return found
 
 

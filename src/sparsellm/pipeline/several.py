@@ -24,7 +24,6 @@ from sparsellm.outputs.saving import Result, check_output
 from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.run import RunArguments
-from sparsellm.recipes.method_classes import check_object_settings
 from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.runtime import collectives
 from sparsellm.texts.paths import local_path
@@ -195,7 +194,6 @@ def check_outputs(
             raise CannotResume(f"{output} is unfinished. Pass `resume` to continue it, or `restart` to start over.")
         overwrite = overwrite or (restart and unfinished)
     for folder, recipe in folders.items():
-        check_object_settings(recipe)
         recover_output(folder)
         for other in recipe.also_read:  # a pruned checkpoint is finished, but no output to keep
             check_output(folder, overwrite or resume or restart, other)

@@ -1,4 +1,4 @@
-"""The classes of a method that are not of sparsellm: where each comes from, and the settings of an object.
+"""The classes of a method that are not of sparsellm: where each comes from.
 
 A run is known again by them: when it is resumed, when its finished output is kept, and among the runs of one command.
 """
@@ -6,7 +6,6 @@ A run is known again by them: when it is resumed, when its finished output is ke
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distribution, packages_dist
 from pathlib import Path
 from typing import Any
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.extension import place_of
 from sparsellm.methods import BlockMethod
 from sparsellm.recipes.fields import METHODS
 from sparsellm.recipes.own_method import ObjectRecipe
@@ -36,7 +35,7 @@ class ClassOrigin:
     """Where a class comes from.
 
     Attributes:
-        name: Its module and qualified name.
+        name: Its place, "module:name".
         package: The installed package that has the module, with its version; empty if none has.
         files: The files of its module and of those of its bases, by module.
         source: The source of those of these classes that a script or a notebook defines; empty for none, None if it is not
@@ -59,12 +58,7 @@ class ClassOrigin:
             else:
                 sources.append(_source(base))
         source = None if None in sources else "\n".join(map(str, sources))
-        return cls(class_name(kind), _installed(_package(kind), files.get(kind.__module__, Path())), files, source)
-
-
-def class_name(kind: type) -> str:
-    """The name of a class with its module, as "my_pruner.RIA"."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+        return cls(place_of(kind), _installed(_package(kind), files.get(kind.__module__, Path())), files, source)
 
 
 def class_origins(recipe: RunRecipe) -> list[ClassOrigin]:
@@ -81,49 +75,11 @@ def class_origins(recipe: RunRecipe) -> list[ClassOrigin]:
     return [ClassOrigin.of(kind) for kind in kinds if _package(kind) not in KNOWN]
 
 
-def object_settings(recipe: RunRecipe) -> tuple[str, dict[str, str]]:
-    """The class of the object that is a recipe's method, and its settings as JSON; without those that JSON cannot hold."""
-    if not isinstance(recipe, ObjectRecipe) or recipe.given is None:
-        return "", {}
-    return class_name(type(recipe.given)), {name: x for name, x in _settings(recipe.given) if x is not None}
-
-
-def check_object_settings(recipe: RunRecipe) -> None:
-    """Raise InvalidSetting for an object with a setting that JSON cannot hold, by which no run is known again."""
-    if isinstance(recipe, ObjectRecipe) and recipe.given is not None:
-        for name, text in _settings(recipe.given):
-            if text is None:
-                value, kind = getattr(recipe.given, name), type(recipe.given).__name__
-                raise InvalidSetting(
-                    f"`{name}` of {kind} is of {type(value).__name__}, which JSON cannot hold, so that a resumed run would not "
-                    "be known again. Make it a field of a frozen dataclass, of numbers, texts, lists or solvers; or leave out "
-                    "`output`, and write the result with save_pretrained."
-                )
-
-
-def _settings(made: Any) -> Iterator[tuple[str, str | None]]:
-    """The settings of an object by name, each as JSON; None for what JSON cannot hold."""
-    for name, value in _fields(made).items():
-        try:
-            yield name, json.dumps(value, default=_plain, sort_keys=True)
-        except (TypeError, ValueError):
-            yield name, None
-
-
 def _fields(made: Any) -> dict[str, Any]:
     """The fields of a dataclass, or the attributes of another object, by name."""
     if is_dataclass(made):
         return {x.name: getattr(made, x.name) for x in fields(made) if x.init}
     return dict(getattr(made, "__dict__", {}))
-
-
-def _plain(value: Any) -> Any:
-    """Plain data for sets, and for solvers and dataclasses with their fields. Raises TypeError for any other."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if _is_object(value):
-        return {"class": class_name(type(value)), **_fields(value)}
-    raise TypeError(type(value))
 
 
 def _objects(value: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError
+from pydantic_core import PydanticSerializationError, SchemaError
 
 from sparsellm.errors import InvalidSetting, first_line, nearest
 from sparsellm.extension import find, imported, installed, is_place, name_of_class, names_of, packages_of, place_of, version_of
@@ -363,7 +363,8 @@ def method_name_of(kind: type) -> str:
 
 def source_of(kind: type) -> str:
     """The place of a class, with the version of its package."""
-    return f"{place_of(kind)} {version_of(sys.modules[kind.__module__])}".rstrip()
+    module = sys.modules.get(kind.__module__)  # None for a class that was made by exec
+    return f"{place_of(kind)} {version_of(module) if module else ''}".rstrip()
 
 
 def data_of(made: Any) -> dict[str, Any]:
@@ -373,7 +374,7 @@ def data_of(made: Any) -> dict[str, Any]:
         InvalidSetting: JSON cannot hold one.
     """
     if not is_dataclass(made):
-        return {}
+        return {key: _plain(f"{type(made).__name__}.{key}", type(x), x) for key, x in getattr(made, "__dict__", {}).items()}
     is_ours = type(made).__module__.startswith("sparsellm.")
     try:
         hints = get_type_hints(type(made))
@@ -387,7 +388,7 @@ def data_of(made: Any) -> dict[str, Any]:
 
 def _plain(name: str, hint: Any, value: Any) -> Any:
     """The value of a field as plain data: a solver as its name, with its settings if it has any."""
-    if any(hasattr(value, member) for member in ("solve", "project")):
+    if any(hasattr(value, member) for member in ("needs", "project")):  # solvers, methods, and what is done to solved weights
         settings = data_of(value)
         return {"name": method_name_of(type(value)), **settings} if settings else method_name_of(type(value))
     if value is None:
@@ -398,7 +399,7 @@ def _plain(name: str, hint: Any, value: Any) -> Any:
         adapter = _adapter(hint)
         data = adapter.dump_python(adapter.validate_python(value), mode="json")
         adapter.validate_json(json.dumps(data, allow_nan=False))
-    except (PydanticSchemaGenerationError, PydanticSerializationError, ValueError) as error:
+    except (PydanticSchemaGenerationError, PydanticSerializationError, SchemaError, ValueError) as error:
         raise InvalidSetting(f"`{name}` must be a value of its type that JSON can hold, got {value!r}.") from error
     return data
 
