@@ -70,6 +70,40 @@ class Scale:
         return finish
 """
 
+PATTERN = """
+from dataclasses import dataclass
+from sparsellm.solvers.patterns import Pattern
+
+@dataclass(frozen=True)
+class Front(Pattern):
+    removed: int
+
+    @classmethod
+    def parse(cls, text):
+        return cls(int(text[6:])) if text.startswith("front ") else None
+
+    def __str__(self):
+        return f"front {self.removed}"
+
+    @property
+    def sparsity(self):
+        return self.removed / 8
+
+    @property
+    def column_span(self):
+        return 8
+
+    def count_removed(self, count):
+        return count * self.removed // 8
+
+    def holds(self, weight):
+        return not weight.unflatten(1, (-1, 8))[..., : self.removed].any()
+
+    def keep(self, score, *, per_row=False):
+        import torch
+        return (torch.arange(score.shape[1]) % 8 >= self.removed).expand_as(score)
+"""
+
 STRANGE = """
 from dataclasses import dataclass
 from typing import Any, Callable, ClassVar
@@ -116,7 +150,8 @@ class Stated(Base):
 AN_OBJECT = Stated()
 """
 
-SOURCES = {"own_pruner": PRUNER, "own_step": STEP, "strange": STRANGE, "leaves": "raise SystemExit(0)", "empty": ""}
+SOURCES = {"own_pruner": PRUNER, "own_step": STEP, "own_pattern": PATTERN, "strange": STRANGE}
+SOURCES |= {"leaves": "raise SystemExit(0)", "empty": ""}
 
 SIZE = ("--calibration", "demo", "--samples", 2, "--sequence-length", 64)
 
@@ -307,6 +342,21 @@ def test_a_step_that_cannot_be_used(value: str, message: str, command: Command) 
     done = command("plan", "demo:opt", "--method", "magnitude", "--plugin", "own_step", "--then", value)
     assert done.exit_code == 1
     assert message in done.stderr
+
+
+def test_a_pattern_of_a_plugin(folder: Path, command: Command) -> None:
+    """Without it, its output is read: zeros are counted, and a note says that their places are not checked."""
+    words = ("--method", "magnitude", "--sparsity", "front 3", "--quiet", "--plugin", "own_pattern")
+    done = command("prune", "demo:opt", "out", *words)
+    assert "front 3 removed" in done.stdout, done.stderr
+    assert report_of(folder / "out")["recipe"]["packages"] == {"sparsity": "own_pattern"}
+    fresh()
+    for read in (("verify", "out", "--against", "demo:opt"), ("inspect", "out"), ("report", "out")):
+        done = command(*read)
+        assert done.exit_code == 0, done.stderr
+        assert "the pattern front 3" in done.stderr
+    assert "--plugin own_pattern" in command("plan", "--config", "out").stderr
+    assert command("plan", "demo:opt", "--method", "magnitude", "--sparsity", "front 3").exit_code == 1
 
 
 def test_objects_have_the_labels_of_names(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

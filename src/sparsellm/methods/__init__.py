@@ -18,7 +18,7 @@ from sparsellm.activations.walk import Activations
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
-from sparsellm.solvers.patterns import Pattern, parse_pattern
+from sparsellm.solvers.patterns import Pattern, stored_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import TokenCount
 
@@ -37,7 +37,7 @@ def _read_pattern(value: Any) -> Pattern:
         return value
     if not isinstance(value, str):
         raise PydanticCustomError("string_type", "Input should be a valid string")
-    return parse_pattern(value)
+    return stored_pattern(value)
 
 
 StoredPattern = Annotated[Pattern, PlainValidator(_read_pattern), PlainSerializer(str, return_type=str)]

@@ -34,6 +34,7 @@ from sparsellm.recipes.file import explain
 from sparsellm.recipes.own_method import saved_kind
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import Recipe, RunRecipe
+from sparsellm.solvers.patterns import UnknownPattern
 from sparsellm.solvers.statistics import TokenCount
 from sparsellm.texts.json_files import FORMAT, read_record
 
@@ -73,6 +74,9 @@ def _read_recipe(value: Any) -> RunRecipe:
         recipe: RunRecipe = kind.model_validate({k: x for k, x in fields.items() if k not in missing}, context=SAVED)
     except ValidationError as error:
         raise ValueError(explain(error.errors()[0], kind.model_fields)) from None
+    if isinstance(recipe, Recipe) and isinstance(recipe.pattern, UnknownPattern):
+        text = printable(str(recipe.pattern), 80)
+        remark(f"no installed package brings the pattern {text}: where its zeros are is not checked", ("pattern", text))
     return recipe
 
 

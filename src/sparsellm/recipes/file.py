@@ -16,6 +16,7 @@ from sparsellm.recipes.fields import ALLOCATIONS
 from sparsellm.recipes.path_names import is_file, local_files
 from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.recipes.registry import is_known, is_object, names_in
+from sparsellm.solvers.patterns import UnknownPattern, stored_pattern
 from sparsellm.texts.json_files import Unreadable, check_value, is_path, read_record
 from sparsellm.texts.paths import local_path
 from sparsellm.texts.yaml_files import read_mapping
@@ -146,8 +147,9 @@ def read_recipe_fields(path: Path) -> dict[str, Any]:
     packages, named = content.pop("packages", {}) if saved else {}, names_in(content)
     for key in content:
         is_missing = not is_known(named[key]) if key in named else key not in Recipe.model_fields
+        is_missing |= key == "sparsity" and isinstance(stored_pattern(str(content[key])), UnknownPattern)
         if isinstance(packages, dict) and key in packages and is_missing:
-            brought = named.get(key, key)
+            brought = content[key] if key == "sparsity" else named.get(key, key)
             raise InvalidSetting(f"{path} needs the package {packages[key]}, which brings {brought!r} and is not installed.")
         if str(key) not in Recipe.model_fields:
             similar = nearest(str(key), Recipe.model_fields)

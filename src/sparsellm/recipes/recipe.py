@@ -30,9 +30,10 @@ from sparsellm.recipes.registry import (
     is_step,
     names_in,
     package_of,
+    package_of_pattern,
     reads_inputs,
 )
-from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern, stored_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ class Recipe(RunRecipe, RecipeFields):
 
     @field_validator("sparsity")
     @classmethod
-    def _is_pattern(cls, value: str | None) -> str | None:
-        return value if value is None else str(parse_pattern(value))
+    def _is_pattern(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return value if value is None else str(stored_pattern(value) if info.context is SAVED else parse_pattern(value))
 
     @field_validator("method")
     @classmethod
@@ -194,13 +195,13 @@ class Recipe(RunRecipe, RecipeFields):
         return self
 
     @model_validator(mode="after")
-    def _check_inputs(self) -> Recipe:
+    def _check_inputs(self, info: ValidationInfo) -> Recipe:
         if self.allocates and not self.pattern.is_shareable:
             raise InvalidSetting(
                 f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
                 "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
             )
-        if self.reads_text and self.calibration is None:
+        if self.reads_text and self.calibration is None and info.context is not SAVED:
             subject = f"`allocation` {self.allocation_rule}" if self.allocates else capitalized(self.changing_whole_model)
             subject = f"The method {self.method}" if self._reads_inputs else subject
             subject = subject if self.sparsity is not None else f"A run with `{self.allocation_rule}`"
@@ -227,7 +228,7 @@ class Recipe(RunRecipe, RecipeFields):
     @property
     def pattern(self) -> Pattern:
         """`sparsity` as a pattern; without one, where each layer's is set later, one that removes nothing."""
-        return Unstructured(0) if self.sparsity is None else parse_pattern(self.sparsity)
+        return Unstructured(0) if self.sparsity is None else stored_pattern(self.sparsity)
 
     @property
     def label(self) -> str:
@@ -260,7 +261,8 @@ class Recipe(RunRecipe, RecipeFields):
     @property
     def packages(self) -> dict[str, str]:
         named = names_in(self.model_dump(include={"method", "settings", "then"}))
-        return super().packages | {field: package for field, name in named.items() if (package := package_of(name))}
+        brought = {"sparsity": package_of_pattern(self.pattern)} | {field: package_of(name) for field, name in named.items()}
+        return super().packages | {field: package for field, package in brought.items() if package}
 
     @property
     def _is_default_method(self) -> bool:

@@ -22,6 +22,7 @@ from sparsellm.recipes.fields import METHODS, select_blocks, split_name
 
 if TYPE_CHECKING:
     from sparsellm.methods import AfterSolve, BlockMethod
+    from sparsellm.solvers.patterns import Pattern
     from sparsellm.solvers.problem import LayerSolver
 
 SOLVERS = {
@@ -109,6 +110,13 @@ def names_in(fields: Mapping[str, Any]) -> dict[str, str]:
 def package_of(name: str) -> str:
     """The package that brings a method or a step, with its version; empty for one of sparsellm, and for an unknown one."""
     return "" if name in METHODS else packages_of(_door(name), name)
+
+
+def package_of_pattern(pattern: Pattern) -> str:
+    """The package that brings the class of a pattern, with its version; empty for one of sparsellm."""
+    brought = {place: name for x in installed() for name, place in x.extension.patterns.items()}
+    name = brought.get(place_of(type(pattern)))
+    return packages_of("patterns", name) if name else ""
 
 
 def _door(name: str) -> str:

@@ -274,6 +274,33 @@ def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:
     return flat.kthvalue(k).values
 
 
+@dataclass(frozen=True)
+class UnknownPattern(Pattern):
+    """A pattern in a file, whose package is not installed: its text is kept, and no weight is compared with it."""
+
+    text: str
+
+    @classmethod
+    def parse(cls, text: str) -> None:
+        """No text is of this form."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def sparsity(self) -> float:
+        return 0.0
+
+    def count_removed(self, count: int) -> int:
+        return 0
+
+    def holds(self, weight: Tensor) -> bool:
+        return True
+
+    def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
+        raise InvalidSetting(f"No installed package brings the pattern {self.text}.")
+
+
 def parse_pattern(text: str | float, name: str = "sparsity") -> Pattern:
     """Parse a sparsity pattern.
 
@@ -285,14 +312,24 @@ def parse_pattern(text: str | float, name: str = "sparsity") -> Pattern:
         InvalidSetting: If the text is no pattern, or its numbers are out of range.
     """
     stripped = str(text).strip()
-    pattern: Pattern | None = NM.parse(stripped)
+    if (pattern := _parse(stripped, name)) is None:
+        raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}")
+    return pattern
+
+
+def stored_pattern(text: str) -> Pattern:
+    """Parse the text of a pattern in a file, maybe of a package that is not installed. Raises as `parse_pattern` otherwise."""
+    return _parse(text, "sparsity") or UnknownPattern(text)
+
+
+def _parse(text: str, name: str) -> Pattern | None:
+    """The pattern of a text; None if it is of no known form."""
+    pattern: Pattern | None = NM.parse(text)
     if pattern is None:
-        pattern = Unstructured.parse(stripped, name)
+        pattern = Unstructured.parse(text, name)
     for kind in names_of("patterns"):  # which are imported for texts of other forms only
         if pattern is None:
-            pattern = find("patterns", kind, Pattern).parse(stripped)
-    if pattern is None:
-        raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}")
+            pattern = find("patterns", kind, Pattern).parse(text)
     return pattern
 
 
