@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,9 @@ from sparsellm.extension import find, names_of
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+_CACHED_ENTRIES = 1 << 17
+"""As in `devices`, whose file imports torch."""
 
 EXAMPLES = "Write 70%, 0.7, 2:4, 3:4 or 4:8."
 
@@ -66,6 +69,12 @@ class Pattern(ABC):
     @abstractmethod
     def holds(self, weight: Tensor) -> bool:
         """Whether a weight, (out, in), has the zeros that the pattern asks for, and maybe more."""
+
+    def holds_async(self, weight: Tensor) -> Tensor:
+        """`holds` as a bool tensor, (); sparsellm's own patterns do not wait for the device."""
+        import torch
+
+        return torch.tensor(self.holds(weight), device=weight.device)
 
     @abstractmethod
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
@@ -122,7 +131,10 @@ class Unstructured(Pattern):
         return round(self.sparsity * count)
 
     def holds(self, weight: Tensor) -> bool:
-        return weight.numel() - int(weight.count_nonzero()) >= self.count_removed(weight.numel())
+        return bool(self.holds_async(weight))
+
+    def holds_async(self, weight: Tensor) -> Tensor:
+        return count_kept(weight) <= weight.numel() - self.count_removed(weight.numel())
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of the whole layer, or of each row."""
@@ -191,9 +203,17 @@ class NM(Pattern):
         return count * self.zeros // self.group
 
     def holds(self, weight: Tensor) -> bool:
-        if weight.shape[1] % self.group:
-            return False
-        return bool(((weight == 0).unflatten(1, (-1, self.group)).sum(-1) >= self.zeros).all())
+        return weight.shape[1] % self.group == 0 and bool(self.holds_async(weight))
+
+    def holds_async(self, weight: Tensor) -> Tensor:
+        import torch
+
+        found = torch.ones((), dtype=torch.bool, device=weight.device)
+        for rows in _parts(weight):
+            kept = rows.bool().to(torch.uint8 if self.group < 256 else torch.int32)
+            counts = sum((kept[:, other :: self.group] for other in range(1, self.group)), start=kept[:, :: self.group])
+            found = found & (counts <= self.group - self.zeros).all()
+        return found
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of each group. `per_row` has no effect, because a group lies within a row."""
@@ -218,6 +238,23 @@ def keep_unpruned(pruned_mask: Tensor | None, score: Tensor, select: Callable[[T
         select: Maps scores to a mask, True where a weight is kept.
     """
     return select(score) if pruned_mask is None else select(score.masked_fill(pruned_mask, -1)) & ~pruned_mask
+
+
+def count_kept(weight: Tensor) -> Tensor:
+    """The number of entries that are not zero, as a tensor, (), without waiting for the device."""
+    import torch
+
+    if _is_queued(weight.device):
+        return weight.count_nonzero()
+    parts = _parts(torch.atleast_1d(weight))  # on a CPU torch's own count takes five times as long
+    return torch.tensor(sum(int(part.bool().view(torch.int8).sum(dtype=torch.int32)) for part in parts))
+
+
+def _parts(weight: Tensor) -> Sequence[Tensor]:
+    """A few rows of a tensor at a time on a CPU, so that temporaries stay in its cache."""
+    at_once = weight.numel() if _is_queued(weight.device) else _CACHED_ENTRIES
+    parts: Sequence[Tensor] = weight.split(max(at_once * len(weight) // max(weight.numel(), 1), 1))
+    return parts
 
 
 def keep_largest(score: Tensor, removed: int) -> Tensor:
