@@ -74,13 +74,13 @@ class RefillsZeros(Right):
 
 @dataclass(frozen=True)
 class RemembersLayers(Right):
-    """The more layers it has solved, the smaller the power."""
+    """Every second layer is pruned by magnitude."""
 
     solved: list[int] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def solve(self, problem: sparsellm.LayerProblem, pattern: sparsellm.Pattern) -> Tensor:
         self.solved.append(1)
-        return problem.weight * problem.keep(pattern, problem.weight.abs() * problem.rms ** (1 / len(self.solved)))
+        return problem.weight * problem.keep(pattern, problem.weight.abs() * problem.rms ** (len(self.solved) % 2))
 
 
 class Random(Right):

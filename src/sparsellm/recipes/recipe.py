@@ -18,7 +18,7 @@ from sparsellm.recipes.fields import (
     RunFields,
     parse_size,
 )
-from sparsellm.recipes.registry import build, check_method, names_in, package_of, reads_inputs
+from sparsellm.recipes.registry import build, check_method_name, names_in, package_of, reads_inputs
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.texts.paths import TEXT_FILES, TEXT_NAMES
 
@@ -156,7 +156,7 @@ class Recipe(RunRecipe, RecipeFields):
     @classmethod
     def _is_method(cls, value: str, info: ValidationInfo) -> str:
         if info.context is not SAVED:
-            check_method(value)
+            check_method_name(value)
         return value
 
     @model_validator(mode="after")

@@ -54,7 +54,7 @@ def method_names() -> list[str]:
     return [*METHODS, *BROUGHT_METHODS]
 
 
-def check_method(name: str) -> None:
+def check_method_name(name: str) -> None:
     """Raise InvalidSetting unless there is a method of this name."""
     if name not in (names := method_names()):
         raise InvalidSetting(f"`method` is unknown: got {name!r}. {nearest(name, names)}")
@@ -234,7 +234,7 @@ def _default(name: str) -> Any:
     """The solver or method of a name, with its default settings. Raises InvalidSetting for a class that is neither."""
     if (place := (METHODS_OF_BLOCKS | SOLVERS).get(name)) is not None:
         return _imported(place)()
-    check_method(name)
+    check_method_name(name)
     kind = find("methods", name)
     from sparsellm.methods import BlockMethod
     from sparsellm.solvers import LayerSolver

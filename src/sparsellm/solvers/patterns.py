@@ -11,7 +11,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.extension import find, names_of
@@ -206,14 +207,16 @@ class NM(Pattern):
         return weight.shape[1] % self.group == 0 and bool(self.holds_async(weight))
 
     def holds_async(self, weight: Tensor) -> Tensor:
+        import numpy as np
         import torch
 
-        found = torch.ones((), dtype=torch.bool, device=weight.device)
-        for rows in _parts(weight):
-            kept = rows.bool().to(torch.uint8 if self.group < 256 else torch.int32)
-            counts = sum((kept[:, other :: self.group] for other in range(1, self.group)), start=kept[:, :: self.group])
-            found = found & (counts <= self.group - self.zeros).all()
-        return found
+        if 8 % self.group == 0 and not _is_queued(weight.device):  # a third of the time of what follows
+            right = _right_bytes(self.zeros, self.group)
+            parts = (np.packbits(rows.bool().numpy()) for rows in _parts(weight))
+            return torch.tensor(all(np.take(right, part).all() for part in parts))
+        kept = weight.bool().to(torch.uint8 if self.group < 256 else torch.int32)
+        counts = sum((kept[:, other :: self.group] for other in range(1, self.group)), start=kept[:, :: self.group])
+        return (counts <= self.group - self.zeros).all()
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of each group. `per_row` has no effect, because a group lies within a row."""
@@ -242,19 +245,28 @@ def keep_unpruned(pruned_mask: Tensor | None, score: Tensor, select: Callable[[T
 
 def count_kept(weight: Tensor) -> Tensor:
     """The number of entries that are not zero, as a tensor, (), without waiting for the device."""
+    import numpy as np
     import torch
 
     if _is_queued(weight.device):
         return weight.count_nonzero()
-    parts = _parts(torch.atleast_1d(weight))  # on a CPU torch's own count takes five times as long
-    return torch.tensor(sum(int(part.bool().view(torch.int8).sum(dtype=torch.int32)) for part in parts))
+    parts = _parts(torch.atleast_1d(weight))  # on a CPU torch's own count takes ten times as long
+    return torch.tensor(sum(np.count_nonzero(part.bool().numpy()) for part in parts))
 
 
 def _parts(weight: Tensor) -> Sequence[Tensor]:
-    """A few rows of a tensor at a time on a CPU, so that temporaries stay in its cache."""
-    at_once = weight.numel() if _is_queued(weight.device) else _CACHED_ENTRIES
-    parts: Sequence[Tensor] = weight.split(max(at_once * len(weight) // max(weight.numel(), 1), 1))
+    """A few rows of a tensor at a time, so that temporaries stay in a CPU's cache."""
+    parts: Sequence[Tensor] = weight.split(max(_CACHED_ENTRIES * len(weight) // max(weight.numel(), 1), 1))
     return parts
+
+
+@cache
+def _right_bytes(zeros: int, group: int) -> Any:
+    """For each byte, the bits of which are weights that are kept, whether every group in it has `zeros` others."""
+    import numpy as np
+
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).reshape(256, -1, group)
+    return (bits.sum(-1) <= group - zeros).all(-1)
 
 
 def keep_largest(score: Tensor, removed: int) -> Tensor:

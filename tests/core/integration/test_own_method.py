@@ -187,4 +187,4 @@ def test_the_page_on_own_methods_imports_from_the_package_alone() -> None:
         for node in ast.walk(ast.parse(code)):
             modules |= {x.name for x in node.names} if isinstance(node, ast.Import) else set()
             modules |= {node.module} if isinstance(node, ast.ImportFrom) else set()
-    assert modules == {"sparsellm", "torch", "dataclasses", "typing", "collections.abc"}
+    assert modules == {"sparsellm", "sparsellm.testing", "torch", "dataclasses", "typing", "collections.abc"}
