@@ -14,6 +14,7 @@
     ├── TooLarge            (MemoryError)      a stage that needs more memory than available, detected before it starts
     ├── SingularGram        (ArithmeticError)  a Gram matrix that is not positive definite even after damping
     ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
+    ├── BrokenContract      (RuntimeError)     a solver or method that breaks a rule of results, such as the pattern
     ├── TargetNotReached    (RuntimeError)     a search in which no sparsity meets the target
     └── VerificationFailed  (RuntimeError)     a written checkpoint that differs from the pruned model
 
@@ -94,6 +95,10 @@ class SingularGram(SparseLLMError, ArithmeticError):
 
 class NonFinite(SparseLLMError, ArithmeticError):
     """NaN or infinity where finite values are required."""
+
+
+class BrokenContract(SparseLLMError, RuntimeError):
+    """A solver or method that breaks a rule; the message names it, the layer and the rule (docs/adding-a-method.md)."""
 
 
 class VerificationFailed(SparseLLMError, RuntimeError):

@@ -113,7 +113,7 @@ def test_every_example_runs(
                 if as_written
                 else re.sub(r"\b(samples|sequence_length)=\d+", lambda found: f"{found[1]}={SMALL[found[1]]}", content)
             )
-            exec(compile(code, str(page), "exec"), names)
+            exec(compile(code, str(page), "exec", dont_inherit=True), names)
             ran += 1
         for line in content.replace("\\\n", " ").splitlines() if language == "bash" else ():
             for part in (part.strip() for part in line.split("&&")):

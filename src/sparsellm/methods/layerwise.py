@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
-from sparsellm.errors import InvalidSetting, NonFinite, SingularGram
+from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.methods import (
     AfterSolve,
     BlockShapes,
@@ -24,6 +24,7 @@ from sparsellm.methods import (
     broadcast_results,
     planned_layers,
 )
+from sparsellm.methods.contract import SPARE, check_form, check_zeros, count_removed, versions
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
@@ -152,36 +153,39 @@ def _prune_non_blocking(
     """Solve all layers with one device synchronisation, then write them. Layers that fail are solved by `prune_layer`."""
     clock = devices.Clock(block.device)
     weights: list[Tensor] = []
-    scalars: list[Tensor] = []  # for each layer: success, zeros, lost energy, total energy
+    scalars: list[Tensor] = []  # for each layer: success, pattern, zeros, weights removed, lost energy, total energy
     for name, layer_stats in statistics.items():
         layer_stats.finalize()
         problem, pattern = problem_of(block, name, layer_stats), plan[block.full_name(name)]
         if pattern.count_removed(problem.weight.shape):
-            weight, success = solver.solve_async(problem, pattern.for_costs(problem.removal_costs))
+            pattern, before = pattern.for_costs(problem.removal_costs), versions(problem)
+            weight, success = solver.solve_async(problem, pattern)
+            check_form(weight, problem, solver, name=block.full_name(name), before=before)
         else:
             weight, success = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
         weights.append(block.rounded_to_storage(name, weight))
         rounded = weights[-1].float()
-        scalars += [success & rounded.isfinite().all(), rounded.numel() - rounded.count_nonzero(), *problem.energies(rounded)]
+        zeros = pattern.holds_async(rounded), rounded.numel() - rounded.count_nonzero(), count_removed(rounded, problem)
+        scalars += [success & rounded.isfinite().all(), *zeros, *problem.energies(rounded)]
         clock.mark()
     values = iter(devices.to_python(scalars))
     for (name, layer_stats), weight, seconds in zip(statistics.items(), weights, clock.seconds(), strict=True):
-        succeeded, zeros, lost, total = (next(values) for _ in range(4))
-        routed = inputs.expert_tokens(block, name)
-        if not succeeded or not is_finite_pair(lost, total) or total < MIN_ENERGY:
+        succeeded, holds, count, removed, lost, total = (next(values) for _ in range(6))
+        routed, wanted = inputs.expert_tokens(block, name), plan[block.full_name(name)].count_removed(weight.shape)
+        is_pruned = holds and removed <= wanted + SPARE * weight.numel()
+        if not (succeeded and is_pruned and is_finite_pair(lost, total)) or total < MIN_ENERGY:
             problem = problem_of(block, name, layer_stats)
             yield prune_layer(block, name, problem, solver=solver, plan=plan, routed_tokens=routed)
             continue
         block.assign(name, weight)
-        is_pruned = plan[block.full_name(name)].count_removed(weight.shape)
         yield layer_result(
             block,
             name,
             layer_stats,
             plan=plan,
-            zeros=int(zeros),
+            zeros=int(count),
             error=relative_error(lost, total),
-            damping=getattr(solver, "damping", None) if is_pruned else None,
+            damping=getattr(solver, "damping", None) if wanted else None,
             seconds=seconds,
             routed_tokens=routed,
         )
@@ -221,7 +225,7 @@ def prune_layer(
 
 
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name: str) -> tuple[Tensor, float | None]:
-    """Solve a layer problem, raising the damping tenfold as often as a factorization fails.
+    """Solve a layer problem by `solve_damped`, and check the answer.
 
     A layer that received no token, as experts of an unknown model family may, loses its smallest weights where the solver needs
     inputs.
@@ -235,7 +239,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
     Raises:
         SingularGram: If a factorization fails even with `LARGEST_DAMPING`.
         NonFinite: If the weight is not finite.
-        InvalidSetting: If a solver of the user's own has a value for a weight that `problem.pruned_mask` keeps at zero.
+        BrokenContract: If the solver breaks a rule of `methods.contract`.
     """
     if pattern.count_removed(problem.weight.shape) == 0:
         mask = problem.pruned_mask
@@ -243,32 +247,35 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
     if problem.inputs.tokens == 0 and solver.needs is not TokenCount:
         score = problem.weight.abs() if problem.row_scale is None else problem.weight.abs() * problem.row_scale
         return problem.weight * problem.keep(pattern, score), None
-    pattern = pattern.for_costs(problem.removal_costs)
+    pattern, before = pattern.for_costs(problem.removal_costs), versions(problem)
     try:
-        while True:
-            damping: float | None = getattr(solver, "damping", None)
-            try:
-                weight = solver.solve(problem, pattern)
-                break
-            except SingularGram:
-                if damping is None or damping >= LARGEST_DAMPING:
-                    raise
-                raised: Any = {"damping": min(max(10 * damping, 1e-3), LARGEST_DAMPING)}
-                solver = replace(solver, **raised)  # type: ignore[type-var]
+        weight, damping = solve_damped(solver, problem, pattern)
+        check_form(weight, problem, solver, name=name, before=before)
         if not all_finite(weight):
-            raise NonFinite(f"The pruned weight of {name} is not finite. Try `dtype='float32'`, or more calibration tokens.")
+            kind = type(solver).__name__
+            reason = f"The pruned weight of {name} by {kind} is not finite."
+            raise NonFinite(f"{reason} Try `dtype='float32'`, or more calibration tokens.")
     except (SingularGram, NonFinite) as error:
         if isinstance(problem.inputs, InputRMS) and not all_finite(problem.rms):
             message = f"The inputs of {name} overflow float32. Look for weights before it that are far too large."
             raise NonFinite(message) from error
         error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
         raise
-    if problem.pruned_mask is not None and bool(weight[problem.pruned_mask].any()):
-        raise InvalidSetting(
-            f"{type(solver).__name__} gives values to weights of {name} that `keep_zeros` keeps at zero. Take the masks of its "
-            "solve from problem.keep, or leave out `keep_zeros`."
-        )
+    check_zeros(weight, problem, pattern, solver, name=name)
     return weight, damping
+
+
+def solve_damped(solver: LayerSolver, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, float | None]:
+    """The weight that a solver returns, and its damping, which is raised tenfold as often as a factorization fails."""
+    while True:
+        damping: float | None = getattr(solver, "damping", None)
+        try:
+            return solver.solve(problem, pattern), damping
+        except SingularGram:
+            if damping is None or damping >= LARGEST_DAMPING:
+                raise
+            raised: Any = {"damping": min(max(10 * damping, 1e-3), LARGEST_DAMPING)}
+            solver = replace(solver, **raised)  # type: ignore[type-var]
 
 
 def measure_layer(block: Block, name: str, problem: LayerProblem, **fields: Any) -> LayerResult:

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsellm.activations.walk import Activations, walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan, Step, TrainingResult
+from sparsellm.methods.contract import BlockRules
 from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
@@ -66,11 +67,13 @@ def prune_blocks(
 
     Raises:
         InvalidSetting: The weights are on disk and there is no journal, or the method needs `fisher` and it is empty.
+        BrokenContract: The method, or its solver, breaks a rule of `methods.contract`; its block is not stored.
     """
 
     def steps(block: Block, inputs: Activations) -> Iterator[Step]:
         layers = _layer_steps(block, inputs, method, plan=plan)
-        return block_steps(block, layers, plan, note=partial(method.note, block, plan))
+        note = partial(method.note, block, plan)
+        return block_steps(block, layers, plan, note=note, rules=BlockRules(method, block, plan))
 
     return visit_blocks(
         LoadedModel.of(model), batches, method, plan, steps=steps, fisher=fisher, journal=journal, progress=progress
@@ -138,12 +141,21 @@ def _blocks_without_inputs(loaded: LoadedModel, blocks: Sequence[Block]) -> Gene
 
 
 def block_steps(
-    block: Block, steps: Iterator[LayerResult | EpochResult | TrainingResult], plan: Plan, note: Callable[[], str] = str
+    block: Block,
+    steps: Iterator[LayerResult | EpochResult | TrainingResult],
+    plan: Plan,
+    *,
+    note: Callable[[], str] = str,
+    rules: BlockRules | None = None,
 ) -> Iterator[Step]:
     """Pass on the results of the steps that change a block, with the zeros before them; the block's own result comes last.
 
     Args:
         note: Gives the remark on the block when all steps are done.
+        rules: Checked when all steps are done, before the block's own result is given.
+
+    Raises:
+        BrokenContract: A rule is broken.
     """
     started = time.perf_counter()
     layers: list[LayerResult] = []
@@ -154,6 +166,8 @@ def block_steps(
     for result in steps:
         step = result
         if isinstance(step, LayerResult):
+            if rules:
+                rules.check_reported(step)
             step = replace(step, zeros_before=zeros_before[step.name])
             layers.append(step)
         elif isinstance(step, EpochResult):
@@ -163,8 +177,11 @@ def block_steps(
         yield step
     block.round_to_storage_dtype()  # a resumed run reads what is stored, which may have fewer digits than the method left
     parameters = dict(block.module.named_parameters())
-    changes = devices.to_python([(tensor != parameters[name]).any() for name, tensor in before.items()])
-    changed = tuple(block.full_name(name) for name, is_changed in zip(before, changes, strict=True) if is_changed)
+    changes = [(tensor != parameters[name]).any() for name, tensor in before.items()]
+    read = devices.to_python(changes + (rules.readings() if rules else []))
+    if rules:
+        rules.check(read[len(before) :])
+    changed = tuple(block.full_name(name) for name, is_changed in zip(before, read, strict=False) if is_changed)
     seconds = time.perf_counter() - started
     scales = {block.full_name(name): tensor for name, tensor in block.scales.items()}
     yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note(), training, changed, scales)

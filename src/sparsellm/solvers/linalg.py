@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsellm.errors import SingularGram
 from sparsellm.runtime import devices
 from sparsellm.runtime.products import matmul
+from sparsellm.solvers.patterns import count_kept
 
 QUADRATIC_PANEL = 384
 """Columns of the matrix of a quadratic form that are multiplied at once."""
@@ -44,10 +45,10 @@ def squares_finite(hidden: Tensor) -> Tensor:
 
 
 def count_zeros(weight: Tensor) -> int:
-    """Number of entries that are exactly zero. Makes no copy; the sum of a comparison would take eight bytes an entry."""
+    """Number of entries that are exactly zero. Makes no copy."""
     if weight.dtype in SIGNED:
         weight = weight.view(SIGNED[weight.dtype])
-    return weight.numel() - int(weight.count_nonzero())
+    return weight.numel() - int(count_kept(weight))
 
 
 def count_negative_zeros(weight: Tensor) -> int:

@@ -57,6 +57,11 @@ class TokenCount:
         """Number of tokens accumulated."""
         return self._tokens
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors that hold the statistics."""
+        return ()
+
     def update(self, inputs: Tensor) -> None:
         """Add a batch of inputs, (..., in), of any floating dtype."""
         self._tokens += inputs.numel() // self.features
@@ -84,6 +89,11 @@ class InputRMS(TokenCount):
         """(in,) float32: RMS of each input over the tokens; Wanda's norm divided by the root of the number of tokens."""
         self._reduction.wait()
         return (self._squares() / max(self.tokens, 1)).sqrt().float()
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        self._reduction.wait()  # which fills them
+        return self._sums
 
     def update(self, inputs: Tensor) -> None:
         super().update(inputs)
@@ -148,6 +158,10 @@ class Gram(InputRMS):
     @property
     def rms(self) -> Tensor:
         return super().rms if self._final is None else self._final[1]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return (*super().tensors, *(self._final or ()))
 
     @property
     def mean(self) -> Tensor:

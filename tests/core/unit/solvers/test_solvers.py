@@ -86,22 +86,6 @@ def least_squares(problem: LayerProblem, keep: Tensor, gram: Tensor) -> Tensor:
 
 
 @every_case
-def test_counts_bits_and_untouched_problem(text: str, shape: tuple[int, int], solver: LayerSolver, dtype: torch.dtype) -> None:
-    """Exact zero counts, N:M in every group, the problem untouched, the same call the same bits, dtype and shape kept."""
-    problem, pattern = problem_of(shape, dtype), parse_pattern(text)
-    gram, answer = problem.gram, solver.solve(problem, pattern)
-    assert torch.equal(answer, solved(solver, pattern, shape, dtype))
-    assert answer.shape == shape
-    assert answer.dtype == dtype
-    assert bool(answer.isfinite().all())
-    assert int((answer == 0).sum()) == pattern.count_removed(answer.shape)
-    if isinstance(pattern, NM):
-        assert bool(((answer.reshape(-1, pattern.group) == 0).sum(1) == pattern.zeros).all())
-    assert torch.equal(problem.weight, signals(shape, 0, ())[0].to(dtype))
-    assert torch.equal(problem.gram, gram)
-
-
-@every_case
 def test_never_better_than_least_squares(text: str, shape: tuple[int, int], solver: LayerSolver, dtype: torch.dtype) -> None:
     """No answer beats the exact least squares on its own mask, and problem.error agrees with the direct formula."""
     problem = problem_of(shape, dtype)

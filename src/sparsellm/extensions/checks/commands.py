@@ -1,0 +1,67 @@
+"""`check`: the command that checks a solver, method or pattern promise by promise."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import SkipTest
+
+import typer
+
+from sparsellm.cli.console import print_line, report_errors, stderr, stdout
+from sparsellm.errors import InvalidSetting, first_line, plural
+
+Named = Annotated[str, typer.Argument(metavar="NAME", help="A method, or module:object of a class or an object of your own.")]
+
+
+def check(context: typer.Context, name: Named) -> None:
+    """Check a solver, method or pattern against every promise.
+
+    Prints a line for each promise, and exits with status 1 if one is broken.
+
+    Example: sparsellm check wanda
+    """
+    with report_errors(context):
+        subject = _imported(name) if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) else _named(name)
+
+        from sparsellm.testing import FailedCheck, checks_of
+
+        failed, checks = 0, checks_of(subject)
+        for one in checks:
+            try:
+                with stderr.status(one.name):
+                    one(subject)
+                line = f"passed  {one.name}: {one.promise}"
+            except SkipTest as reason:
+                line = f"left out  {one.name}: {reason}"
+            except FailedCheck as failure:
+                line, failed = f"FAILED  {failure}", failed + 1
+            print_line(stdout, line)
+        print_line(stdout, f"{plural(len(checks), 'promise')} of {name}, {failed or 'none'} broken")
+        if failed:
+            sys.exit(1)
+
+
+def _named(name: str) -> Any:
+    """The solver or method of a name, with its default settings."""
+    from sparsellm.methods.layerwise import LayerWise
+    from sparsellm.recipes.registry import build
+
+    method = build(name, {})
+    return method.solver if type(method) is LayerWise else method
+
+
+def _imported(place: str) -> Any:
+    """An object at a place "module:name", also in the current folder; of a class, one with its default settings."""
+    module, _, name = place.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found() if isinstance(found, type) else found
+    except (Exception, SystemExit) as error:  # code of others
+        raise InvalidSetting(f"{place} cannot be used ({type(error).__name__}: {first_line(error)}).") from error
