@@ -190,7 +190,7 @@ def test_the_methods_have_names(tmp_path: Path, program: Program) -> None:
 )
 def test_elsa_refuses(settings: dict[str, Any], error: type[Exception], named: str, elsa: ModuleType) -> None:
     """What it cannot do, by its name, before the weights are read."""
-    with pytest.raises(error, match="ELSA") as refusal:
+    with pytest.raises(error, match="elsa") as refusal:
         sparsellm.prune("demo:opt", elsa.ELSA(), "90%", **settings)
     assert named in str(refusal.value)
 

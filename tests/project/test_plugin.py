@@ -93,8 +93,8 @@ class Front(Pattern):
     def column_span(self):
         return 8
 
-    def count_removed(self, count):
-        return count * self.removed // 8
+    def count_removed(self, shape):
+        return shape[0] * shape[1] * self.removed // 8
 
     def holds(self, weight):
         return not weight.unflatten(1, (-1, 8))[..., : self.removed].any()

@@ -60,9 +60,9 @@ def info(context: typer.Context, method: Method = None, as_json: options.JsonOpt
 
 def _print_method(name: str, *, as_json: bool) -> None:
     """Print a method with its settings: their defaults, and what its docstring says of them."""
-    from sparsellm.recipes.registry import check_method, described_settings, description_of
+    from sparsellm.recipes.registry import check_method_name, described_settings, description_of
 
-    check_method(name)
+    check_method_name(name)
     found, description = described_settings(name), description_of(name)
     if as_json:
         print_json({"method": name, "description": description, "settings": {x.name: asdict(x) for x in found}})

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod
 from sparsellm.recipes.recipe import Recipe
-from sparsellm.recipes.registry import check_needs, data_of, is_object, method_name_of, method_names, source_of
+from sparsellm.recipes.registry import check_statistics, data_of, is_object, method_name_of, method_names, source_of
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.statistics import TokenCount
 
@@ -53,7 +53,7 @@ class ObjectRecipe(Recipe):
             return self
         if isinstance(self.given, BlockMethod) and (name := self._first_changed(*OF_THE_METHOD) or self.projecting):
             raise InvalidSetting(f"`{name}` goes with a solver, got the method {self.method}. Leave it out.")
-        check_needs(self.given)
+        check_statistics(self.given)
         return self
 
     @property

@@ -24,7 +24,7 @@ from sparsellm.recipes.fields import (
 )
 from sparsellm.recipes.registry import (
     build,
-    check_method,
+    check_method_name,
     completed,
     completed_steps,
     is_step,
@@ -172,7 +172,7 @@ class Recipe(RunRecipe, RecipeFields):
     @classmethod
     def _is_method(cls, value: str, info: ValidationInfo) -> str:
         if info.context is not SAVED:
-            check_method(value)
+            check_method_name(value)
         return value
 
     @field_validator("settings")
@@ -276,7 +276,7 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def reads_text(self) -> bool:
-        return self._reads_inputs or self.allocates or self.changing_whole_model != ""
+        return self._reads_inputs or self.allocates or self._method_is_step
 
     @property
     def _method_is_step(self) -> bool:

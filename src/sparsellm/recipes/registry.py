@@ -76,7 +76,7 @@ def is_known(name: str) -> bool:
     return name in method_names() or name in names_of("steps")
 
 
-def check_method(name: str, field: str = "method", names: Collection[str] | None = None) -> None:
+def check_method_name(name: str, field: str = "method", names: Collection[str] | None = None) -> None:
     """Raise InvalidSetting unless there is a method of this name.
 
     Args:
@@ -197,7 +197,7 @@ def solver_named(value: Any) -> LayerSolver:
     name, settings = split_name(value, "solver")
     if name not in SOLVERS and (name not in brought_methods() or _is_method(_default(name))):
         if is_place(name):
-            check_method(name, "solver")
+            check_method_name(name, "solver")
         raise InvalidSetting(f"The solver is unknown: got {name!r}. {nearest(str(name), SOLVERS)}")
     solver: LayerSolver = _with_settings(name, settings)
     return solver
@@ -288,7 +288,7 @@ def _default(name: str) -> Any:
     if (place := (METHODS_OF_BLOCKS | SOLVERS).get(name)) is not None:
         return imported(place)()
     if (door := _door(name)) == "methods":
-        check_method(name)
+        check_method_name(name)
     kind = find(door, name)
     from sparsellm.methods import BlockMethod
     from sparsellm.solvers import LayerSolver
@@ -306,7 +306,7 @@ def _default(name: str) -> Any:
             return made
         if not isinstance(made, (LayerSolver, BlockMethod)):
             raise TypeError("it has neither `needs` and `solve`, nor the members of a BlockMethod")
-        check_needs(made)
+        check_statistics(made)
         return made
     except Exception as error:  # code of others
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -317,7 +317,7 @@ def step_named(value: Any) -> Any:
     """The step of a name, or of a mapping with its name and settings. Raises InvalidSetting for any other."""
     name, settings = split_name(value, "then")
     if is_place(name) or _door(str(name)) != "steps":
-        check_method(name, "then", names_of("steps"))
+        check_method_name(name, "then", names_of("steps"))
         raise InvalidSetting(f"`then` {name} is the name of a method too. Give its class another text `name`.")
     return _with_settings(name, settings)
 
@@ -331,7 +331,7 @@ def completed_steps(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple({"name": name, **data} if data else name for name, data in found)
 
 
-def check_needs(made: Any) -> None:
+def check_statistics(made: Any) -> None:
     """Raise InvalidSetting unless the `needs` of a solver or method are statistics."""
     from sparsellm.solvers.statistics import TokenCount
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,8 +169,8 @@ class Halves(Pattern):
         if shape[1] % 2:
             raise InvalidSetting("odd")
 
-    def count_removed(self, count: int) -> int:
-        return count // 4 if self.fault == "count" else count // 2
+    def count_removed(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) // (4 if self.fault == "count" else 2)
 
     def holds(self, weight: Tensor) -> bool:
         return self.fault == "holds" or bool(((weight == 0).sum(1) >= weight.shape[1] // 2).all())
