@@ -12,6 +12,7 @@ FIELDS, FILE = PACKAGE / "recipes" / "fields.py", PACKAGE / "recipes" / "keyword
 
 TYPES = {
     "Names": "str | Sequence[str]",
+    "tuple[str | dict[str, Any], ...]": "str | dict[str, Any] | Sequence[str | dict[str, Any]]",
     "IntegerName | None": 'Literal["int8", "int4", "int3"] | None',
 }
 """Types of keywords that stand for the type of a field: a single text needs no list, and a list may be any sequence."""

@@ -49,7 +49,7 @@ class PruneKeywords(RunKeywords, total=False):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     settings: dict[str, Any]
-    then: tuple[str | dict[str, Any], ...]
+    then: str | dict[str, Any] | Sequence[str | dict[str, Any]]
     effort: Literal["fast", "standard", "best"]
     allocation: str | None
     blocks: str
