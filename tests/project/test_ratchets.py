@@ -20,7 +20,7 @@ LINES = {
     "checkpoints": 3_085,
     "cli": 1_377,
     "evaluation": 1_007,
-    "extensions": 14_715,
+    "extensions": 14_716,
     "methods": 2_545,
     "models": 2_127,
     "observers": 700,
