@@ -11,7 +11,7 @@ from sparsellm.methods import BlockMethod, LayerResult, Plan
 from sparsellm.models.blocks import Block
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.linalg import count_zeros, inner_float64
-from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.patterns import Pattern, count_kept
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import InputRMS
 
@@ -52,8 +52,8 @@ def check_form(weight: Tensor, problem: LayerProblem, solver: LayerSolver, *, na
     target, kind = problem.weight, type(solver).__name__
     if not isinstance(weight, Tensor):
         raise BrokenContract(f"{kind} returns no tensor for {name}, but {type(weight).__name__}. Return the pruned weight.")
-    form, wanted = (f"{tuple(x.shape)} {dtype_name(x.dtype)} on {x.device}" for x in (weight, target))
-    if form != wanted:
+    if (weight.shape, weight.dtype, weight.device) != (target.shape, target.dtype, target.device):
+        form, wanted = (f"{tuple(x.shape)} {dtype_name(x.dtype)} on {x.device}" for x in (weight, target))
         raise BrokenContract(
             f"{kind} returns a weight of another form for {name}: got {form}, needs {wanted}, as problem.weight is. "
             "Return the whole weight, (out, in), in that dtype."
@@ -91,10 +91,10 @@ def check_zeros(weight: Tensor, problem: LayerProblem, pattern: Pattern, solver:
 
 def count_removed(weight: Tensor, problem: LayerProblem) -> Tensor:
     """The number of weights that a solver made zero though the target is not and the input is not always zero, as (), int64."""
-    removed = (weight == 0) & (problem.weight != 0)
+    removed = problem.weight.bool() & ~weight.bool()  # faster on a CPU than comparisons
     if isinstance(problem.inputs, InputRMS):
-        removed &= problem.rms != 0
-    return removed.count_nonzero()
+        removed &= problem.rms.bool()
+    return count_kept(removed)
 
 
 class BlockRules:

@@ -7,7 +7,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import SkipTest
 
 import typer
 
@@ -26,6 +25,8 @@ def check(context: typer.Context, name: Named) -> None:
     """
     with report_errors(context):
         subject = _imported(name) if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) else _named(name)
+
+        from unittest import SkipTest
 
         from sparsellm.testing import FailedCheck, checks_of
 
