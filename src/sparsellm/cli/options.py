@@ -123,12 +123,17 @@ def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a command's options, once their plugins are loaded. What is wrong with a part of one is a note."""
     context, before = values["context"], len(PROBLEMS)
     with report_errors(context):
-        if (folder := os.getcwd()) not in sys.path:
-            sys.path.append(folder)  # as `python -m` has it, but last: a file named like a library hides none
+        import_from_current_folder()
         values = load_plugins(values)
     for line in PROBLEMS[before:]:
         print_note(line, context)
     return values
+
+
+def import_from_current_folder() -> None:
+    """Let imports find the modules of the current folder, as `python -m` does, but last: no file hides a library."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

@@ -22,6 +22,12 @@ def test_every_promise_has_a_line(name: str, command: Callable[..., Result]) -> 
     assert last == f"{len(lines)} promises of {name}, none broken"
 
 
+def test_a_pattern_is_checked_by_its_text(command: Callable[..., Result]) -> None:
+    done = command("check", "2:4@50%")
+    assert done.exit_code == 0, done.stderr
+    assert "check_column_span" in done.stdout
+
+
 def test_a_broken_promise_is_told_and_sets_the_status(command: Callable[..., Result]) -> None:
     done = command("check", "tests.wrong_solvers:FillsDeadInputs")
     assert done.exit_code == 1

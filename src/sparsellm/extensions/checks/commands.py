@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparsellm.cli.console import print_line, report_errors, stderr, stdout
+from sparsellm.cli.options import import_from_current_folder
 from sparsellm.errors import InvalidSetting, first_line, plural
+from sparsellm.extension import imported, is_place
 
-Named = Annotated[str, typer.Argument(metavar="NAME", help="A method, or module:object of a class or an object of your own.")]
+Named = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A method, a sparsity as 2:4, or module:object of a class or an object of your own."),
+]
 
 
 def check(context: typer.Context, name: Named) -> None:
@@ -24,7 +26,7 @@ def check(context: typer.Context, name: Named) -> None:
     Example: sparsellm check wanda
     """
     with report_errors(context):
-        subject = _imported(name) if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) else _named(name)
+        subject = _imported(name) if is_place(name) else _named(name)
 
         from unittest import SkipTest
 
@@ -47,22 +49,25 @@ def check(context: typer.Context, name: Named) -> None:
 
 
 def _named(name: str) -> Any:
-    """The solver or method of a name, with its default settings."""
+    """The solver or method of a name, with its default settings, or the pattern of a text."""
     from sparsellm.methods.layerwise import LayerWise
-    from sparsellm.recipes.registry import build
+    from sparsellm.recipes.registry import build, method_names
+    from sparsellm.solvers.patterns import parse_pattern
 
+    if name not in method_names():
+        try:
+            return parse_pattern(name)
+        except InvalidSetting:
+            pass  # the message for a name says more
     method = build(name, {})
     return method.solver if type(method) is LayerWise else method
 
 
 def _imported(place: str) -> Any:
     """An object at a place "module:name", also in the current folder; of a class, one with its default settings."""
-    module, _, name = place.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    import_from_current_folder()
     try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = imported(place)
         return found() if isinstance(found, type) else found
-    except (Exception, SystemExit) as error:  # code of others
+    except Exception as error:  # code of others
         raise InvalidSetting(f"{place} cannot be used ({type(error).__name__}: {first_line(error)}).") from error
