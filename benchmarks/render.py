@@ -19,6 +19,7 @@ import excess
 import few_bits
 import gpu
 import gpu_products
+import hybrid
 import larger_model
 import masked_lora
 import memory_budget
@@ -60,6 +61,7 @@ PAGES = (
     "docs/fine-tuning.md",
     "docs/recover.md",
     "docs/few-bits.md",
+    "docs/hybrid.md",
     "docs/methods/sparsellm.md",
     "docs/methods/algorithm1.md",
 )
@@ -115,6 +117,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "width": width.table,
     "gpu": gpu.table,
     "gpu products": gpu_products.table,
+    "hybrid": hybrid.table,
     "recovered": recover.table,
     "recovery seconds": recover.seconds_table,
     "offload": streaming.tables,
