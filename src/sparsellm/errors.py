@@ -98,7 +98,7 @@ class NonFinite(SparseLLMError, ArithmeticError):
 
 
 class BrokenContract(SparseLLMError, RuntimeError):
-    """A solver or method that breaks a rule; the message names it, the layer and the rule (docs/adding-a-method.md)."""
+    """A solver or method that breaks a rule; the message names it, the layer and the rule (docs/build-on-sparsellm.md)."""
 
 
 class VerificationFailed(SparseLLMError, RuntimeError):

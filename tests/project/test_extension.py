@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -444,16 +445,17 @@ def test_a_method_of_a_package_has_a_name(tmp_path: Path, program: Program) -> N
 
 def test_the_package_of_the_page_on_methods(tmp_path: Path, program: Program) -> None:
     """Its two files, as they stand there, and the commands that it shows."""
-    page = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
-    module, metadata, commands = (re.search(rf"```{x}\n(.*?)```", page, re.DOTALL) for x in ("python", "toml", "console"))
-    assert module
-    assert metadata
-    assert commands
-    install(tmp_path, "my-pruner", module[1])
-    points = tomllib.loads(metadata[1])["project"]["entry-points"]["sparsellm.extensions"]
+    page = (ROOT / "docs" / "build-on-sparsellm.md").read_text(encoding="utf-8")
+    modules, metadata, commands = (re.findall(rf"```{x}\n(.*?)```", page, re.DOTALL) for x in ("python", "toml", "console"))
+    install(tmp_path, "my-pruner", modules[0])
+    points = tomllib.loads(metadata[0])["project"]["entry-points"]["sparsellm.extensions"]
     written = (tmp_path / "my_pruner-1.5.dist-info" / "entry_points.txt").read_text(encoding="utf-8")
     assert written == f"[sparsellm.extensions]\nmy-pruner = {points['my-pruner']}\n"
-    for line in commands[1].splitlines():
+    assert len(commands) == 3
+    for line in (line for block in commands for line in block.splitlines()):
+        for name in ("out", "default"):
+            if f" {name} " in line:
+                shutil.rmtree(tmp_path / name, ignore_errors=True)
         words = [str(tmp_path / x) if x in ("out", "default") else x for x in line.split()[1:]]
         small = ("--samples", 2, "--sequence-length", 64, "--quiet") if words[0] == "prune" else ()
         done = program(*words, *small)

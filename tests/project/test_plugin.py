@@ -377,4 +377,4 @@ def test_objects_have_the_labels_of_names(monkeypatch: pytest.MonkeyPatch, folde
 
 
 def test_an_unknown_method_s_message_names_the_page(command: Command) -> None:
-    assert "docs/adding-a-method.md" in command("plan", "demo:opt", *SIZE, "--method", "ria").stderr
+    assert "docs/build-on-sparsellm.md" in command("plan", "demo:opt", *SIZE, "--method", "ria").stderr

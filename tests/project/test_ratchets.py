@@ -25,7 +25,7 @@ LINES = {
     "models": 2_127,
     "observers": 700,
     "outputs": 2_587,
-    "pipeline": 3_061,
+    "pipeline": 3_063,
     "recipes": 2_233,
     "runtime": 1_463,
     "solvers": 2_311,

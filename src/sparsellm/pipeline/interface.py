@@ -118,7 +118,7 @@ def prune(
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
         method: One that `sparsellm info` lists; or an object: a solver, which prunes each layer for its own output, or a
-            method, also of your own (docs/adding-a-method.md).
+            method, also of your own (docs/build-on-sparsellm.md).
         sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights. Several, as [0.5, 0.6] or "50%,60%", give a result each;
             what they share is computed once. Default: "50%", or set by `bits`.
         calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), or data: texts, chat messages, token ids,

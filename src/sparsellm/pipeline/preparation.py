@@ -130,6 +130,8 @@ def prepare_pruning(
         widths = [block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan]
         different = count_contexts(windows)
         if note := tokens_note(windows, different, max(widths)):
+            if method.needs_dense_stream and "solver" in recipe.settings:  # which may not shrink its fit, as the default does
+                note += f"; the solver of {recipe.method} may give more alone: compare the two"
             add_note(note, report, observer)
         is_projected = recipe.projecting or getattr(method, "after_solve", None)  # which may need the inputs
         if different < getattr(method, "least_tokens", 0) * max(widths) and not is_projected:

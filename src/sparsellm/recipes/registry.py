@@ -57,7 +57,7 @@ SEQUENTIAL = "true_sequential"
 """Setting of layer-wise methods that read inputs: each layer is pruned on the outputs of the pruned layers before it."""
 
 
-ADDING = "docs/adding-a-method.md says how to add one."
+ADDING = "docs/build-on-sparsellm.md says how to add one."
 """The end of the message for a name that no method has."""
 
 

@@ -23,7 +23,7 @@ def check_members(method: object) -> None:
     """It has `needs`, `needs_dense_stream`, `needs_fisher`, `note` and `prune`."""
     if not isinstance(method, BlockMethod):
         names = ("needs", "needs_dense_stream", "needs_fisher", "note", "prune")
-        fail(f"{', '.join(x for x in names if not hasattr(method, x))} is missing.", "Add it (docs/adding-a-method.md).")
+        fail(f"{', '.join(x for x in names if not hasattr(method, x))} is missing.", "Add it (docs/build-on-sparsellm.md).")
     needs: object = method.needs
     if not (isinstance(needs, type) and issubclass(needs, TokenCount)):
         fail(f"needs is {needs!r}.", "It is the class TokenCount, InputRMS or Gram.")
