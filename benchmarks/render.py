@@ -24,6 +24,7 @@ import larger_model
 import masked_lora
 import memory_budget
 import packing
+import papers
 import peer_gptq
 import planning
 import popular_models
@@ -64,6 +65,7 @@ PAGES = (
     "docs/hybrid.md",
     "docs/methods/sparsellm.md",
     "docs/methods/algorithm1.md",
+    "examples/papers/README.md",
 )
 PICTURES = ROOT / "docs" / "pictures"
 CHARTS = {
@@ -148,6 +150,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "few bits, rounding": few_bits.rounding,
     "masked lora": masked_lora.table,
     "solvers": solvers.tables,
+    "papers": papers.table,
     "epochs": results.epochs_tables,
 }
 """By the name that stands in the pages."""

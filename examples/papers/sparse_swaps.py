@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparsellm import Gram, LayerProblem, LayerSolver, Pattern, TokenCount, Wanda
 from sparsellm.errors import InvalidSetting
+from sparsellm.solvers.problem import SolveMemory
 
 ENTRIES = 1 << 18
 """Pairs of weights that are compared at once, which bounds the memory."""
@@ -61,8 +62,14 @@ class SparseSwaps:
         parts = zip(weight.split(rows), keep.split(rows), fixed.split(rows), strict=True)
         return weight * torch.cat([self._exchange(w, k, f, gram, span) for w, k, f in parts])
 
+    def solve_memory(self, curved: bool) -> SolveMemory:
+        return SolveMemory(2.6, 4.0)  # G, and G within the groups; the pairs of a row, and their sums
+
     def _exchange(self, weight: Tensor, keep: Tensor, fixed: Tensor, gram: Tensor, span: int) -> Tensor:
         """The mask of some rows after their exchanges.
+
+        What is held of pairs is -2 w_u w_p G_up, (rows, groups, removed, kept). Where groups keep different numbers of weights,
+        places that have none cost infinity.
 
         Args:
             weight: (rows, in).
@@ -71,28 +78,41 @@ class SparseSwaps:
             gram: G, (in, in).
             span: Columns of a group, within which weights are exchanged.
         """
-        count, columns = weight.shape
         keep = keep.clone()
-        groups = torch.arange(columns, device=weight.device).view(-1, span)
-        squares = gram[groups.unsqueeze(2), groups.unsqueeze(1)]  # G within each group, (groups, span, span)
-        grouped = weight.view(count, -1, span)
-        pairs = -2 * grouped.unsqueeze(3) * grouped.unsqueeze(2) * squares  # -2 w_u w_p G_up, (rows, groups, span, span)
-        own = weight.square() * gram.diagonal()
+        grouped = keep.view(len(keep), -1, span)
+        counts = grouped.sum(2)
+        first = torch.arange(0, weight.shape[1], span, device=weight.device).view(-1, 1)
+        columns = (~grouped).to(torch.uint8).argsort(dim=2, stable=True) + first  # those of kept weights come first
+        kept, removed = columns[..., : int(counts.max())].contiguous(), columns[..., int(counts.min()) :].contiguous()
+
+        def at(values: Tensor, places: Tensor) -> Tensor:
+            """The values, (rows, in), at some columns, (rows, groups, count)."""
+            return values.gather(1, places.flatten(1)).view(places.shape)
+
+        infinite = torch.full_like(weight, torch.inf)
+        no_weight = at(infinite.masked_fill(keep, 0), kept), at(infinite.masked_fill(~(keep | fixed), 0), removed)
+        pairs = -2 * at(weight, removed).unsqueeze(3) * at(weight, kept).unsqueeze(2)
+        pairs *= gram[removed.unsqueeze(3), kept.unsqueeze(2)]
+        own, sums = weight.square() * gram.diagonal(), torch.empty_like(pairs)
         lost = weight * ~keep
         slope = lost @ gram  # c
         error = (lost * slope).sum(1)
-        sums = torch.empty_like(pairs)
         for _ in range(self.swaps):
-            removing = (2 * weight * slope + own).masked_fill(~keep, torch.inf).view(grouped.shape)
-            adding = (own - 2 * weight * slope).masked_fill(keep | fixed, torch.inf)
-            torch.add(pairs, removing.unsqueeze(2), out=sums)  # u is the last index
-            change, added = (sums.amin(3).flatten(1) + adding).min(1)
+            removing = at(own + 2 * weight * slope, kept) + no_weight[0]
+            adding = at(own - 2 * weight * slope, removed) + no_weight[1]
+            torch.add(pairs, removing.unsqueeze(2), out=sums)
+            change, place = (sums.amin(3) + adding).flatten(1).min(1)
             gains = change < -LEAST_GAIN * error
             if not bool(gains.any()):
                 break
-            row, added = gains.nonzero().squeeze(1), added[gains]
-            removed = sums.flatten(1, 2)[row, added].argmin(1) + added // span * span
-            keep[row, removed], keep[row, added] = False, True
-            slope[row] += weight[row, removed, None] * gram[removed] - weight[row, added, None] * gram[added]
+            row, group, p = gains.nonzero().squeeze(1), place[gains] // removed.shape[2], place[gains] % removed.shape[2]
+            u = sums[row, group, p].argmin(1)
+            out, back = kept[row, group, u], removed[row, group, p]
+            keep[row, out], keep[row, back] = False, True
+            kept[row, group, u], removed[row, group, p] = back, out
+            slope[row] += weight[row, out, None] * gram[out] - weight[row, back, None] * gram[back]
             error[row] += change[gains]
+            pick, ours, theirs = row.unsqueeze(1), kept[row, group], removed[row, group]
+            pairs[row, group, p] = -2 * weight[row, out, None] * weight[pick, ours] * gram[out.unsqueeze(1), ours]
+            pairs[row, group, :, u] = -2 * weight[row, back, None] * weight[pick, theirs] * gram[back.unsqueeze(1), theirs]
         return keep
