@@ -37,6 +37,9 @@ OF_FUNCTIONS |= {"adapter_names", "cpu_ram_efficient_loading", "fsdp", "init_lor
 OF_FUNCTIONS |= {"mask", "out", "row_starts", "state_dict"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
+OF_INTERFACES = {"begin", "name", "needs", "prune", "solve", "sparsellm.pipeline.steps.ModelStep"}
+"""Members of solvers, methods and steps, in messages for those who write them."""
+
 OTHER_PROGRAMS = {"hf auth login", "sparsellm.register()"} | {
     f"sparsellm {command}" for command in ("bench", "prune MODEL OUT", "unpack")
 }
@@ -70,7 +73,7 @@ def wrong_words(text: str) -> Iterator[str]:
         name, is_set, value = quoted.partition("=")
         if quoted in OTHER_PROGRAMS or "\0" in name or re.match(r"\w+(\.\w+)?:|[\w.]+: ", quoted):
             continue
-        known = name in FIELDS | KEYWORDS | OF_FILES | OF_FUNCTIONS
+        known = name in FIELDS | KEYWORDS | OF_FILES | OF_FUNCTIONS | OF_INTERFACES
         if not known or (is_set and not re.fullmatch(r"\0|True|False|\d+|'[^']*'", value)):
             yield quoted
 
