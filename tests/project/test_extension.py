@@ -432,10 +432,10 @@ def test_a_method_of_a_package_has_a_name(tmp_path: Path, program: Program) -> N
     shown = program("info", "ria").stdout
     assert "Relative importance and activations" in shown
     assert re.search(r"^power +float +0\.5 +Exponent of the inputs' norms", shown, re.MULTILINE)
-    assert load_report(tmp_path / "other").inputs.keys() == {"demo:opt", "my_pruner.RIA", "my_pruner.Twice"}
+    assert load_report(tmp_path / "other").inputs.keys() == {"demo:opt", "my_pruner:RIA", "my_pruner:Twice"}
     (tmp_path / "my_pruner.py").write_text(METHODS.replace("size / size.sum(0) +", ""), encoding="utf-8")
     edited = program("prune", "demo:opt", tmp_path / "out", "--method", "ria", "--set", "power=1", *words, "--resume")
-    assert "not of this run: my_pruner.RIA was changed: module my_pruner had" in edited.stderr
+    assert "not of this run: my_pruner:RIA was changed: module my_pruner had" in edited.stderr
     (tmp_path / "my_pruner-1.5.dist-info").rename(tmp_path / "away")
     assert program("verify", tmp_path / "out", "--against", "demo:opt").returncode == 0
     again = program("plan", "--config", tmp_path / "out")

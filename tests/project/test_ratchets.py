@@ -26,7 +26,7 @@ LINES = {
     "observers": 700,
     "outputs": 2_587,
     "pipeline": 3_063,
-    "recipes": 2_233,
+    "recipes": 2_235,
     "runtime": 1_463,
     "solvers": 2_311,
     "testing": 871,

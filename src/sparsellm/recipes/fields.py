@@ -342,6 +342,8 @@ class PruneFields(RunFields, FurtherFields):
     @classmethod
     def _split_steps(cls, value: Any) -> Any:
         """Take one step for several, and read texts of the command line."""
+        if isinstance(value, bool):
+            return value
         several = () if value is None else value if isinstance(value, (list, tuple)) else [value]
         return [_read(x) if isinstance(x, str) and x.startswith("{") else x for x in several]
 

@@ -29,6 +29,8 @@ ELSEWHERE = {
     "runtime/devices.py": "the trial of a device",
     "texts/tokenized.py": "a template may ask for endless memory",
     "extensions/sharing/hub.py": "an upload",
+    "extensions/checks/commands.py": "imports of other packages",
+    "testing/checks.py": "an object of others, on tiny models",
     "cli/options.py": "usage",
     "checkpoints/files.py": "a circle of links",
     "texts/paths.py": "an unknown home folder",
