@@ -294,7 +294,7 @@ def _default(name: str) -> Any:
     from sparsellm.solvers import LayerSolver
 
     try:
-        if not (isinstance(kind, type) and is_dataclass(kind) and kind.__dataclass_params__.frozen):
+        if not (isinstance(kind, type) and is_dataclass(kind) and kind.__dataclass_params__.frozen):  # type: ignore[attr-defined]
             raise TypeError("it is no frozen dataclass")
         if required := [x.name for x in fields(kind) if x.init and x.default is MISSING and x.default_factory is MISSING]:
             raise TypeError(f"its field {required[0]!r} has no default")
