@@ -60,6 +60,10 @@ class Extension:
             `sparsellm.checkpoints.side_files.SideFile`.
         facts: By its entry in `sparsellm info --json`, a module with `examine()`, which gives the entry, and `rows(entry)`,
             which gives lines, each a name and a text, by the title of their part.
+        observers: By any name, a function that is called with the recipe of each run, in each process, and returns an observer
+            of its events (`sparsellm.observers.events`), or None.
+        products: By the type of a device, such as "cuda", a function (left, right) to the product of two matrices on it, (m, k)
+            and (k, n), for `sparsellm.runtime.products.matmul`.
     """
 
     methods: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +78,8 @@ class Extension:
     allocations: Mapping[str, str] = field(default_factory=dict)
     side_files: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+    observers: Mapping[str, str] = field(default_factory=dict)
+    products: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -315,6 +315,36 @@ EXTENSION = Extension(
 """
 
 
+OBSERVING = """
+from pathlib import Path
+from sparsellm.extension import Extension
+
+EXTENSION = Extension(observers={"stages": "my_pruner:stages"}, products={"cpu": "my_pruner:product"})
+
+def note(text):
+    with Path(__file__).with_name("seen.txt").open("a") as file:
+        file.write(f"{text}\\n")
+
+def stages(recipe):
+    note(recipe.method)
+    return lambda event: note(type(event).__name__)
+
+def product(left, right):
+    note("product")
+    return left @ right
+"""
+
+
+def test_a_package_sees_the_events_and_computes_the_products_of_every_run(tmp_path: Path, program: Program) -> None:
+    install(tmp_path, "my-pruner", OBSERVING)
+    words = ("--calibration", "demo", "--samples", 2, "--sequence-length", 32, "--quiet")
+    done = program("prune", "demo:opt", tmp_path / "out", "--method", "alps", *words)
+    assert done.returncode == 0, done.stderr
+    seen = (tmp_path / "seen.txt").read_text(encoding="utf-8").split()
+    assert seen[0] == "alps"
+    assert {"Stage", "LayerResult", "BlockResult", "product"} <= {*seen}
+
+
 def test_a_package_takes_part_in_a_run(tmp_path: Path, program: Program) -> None:
     """By fields, which are options; by a rule that allocates, a projection of weights, a step, a pattern, a file.
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "sparsellm"
 
 MAY_IMPORT = {
     "errors": set(),
-    "runtime": {"errors"},
+    "runtime": {"errors", "extension"},
     "texts": {"errors", "runtime"},
     "solvers": {"errors", "runtime", "extension"},
     "models": {"errors", "runtime", "texts", "solvers"},

@@ -17,6 +17,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.checkpoints.stamps import unchanged
 from sparsellm.errors import NonFinite
+from sparsellm.extension import find, names_of
 from sparsellm.methods import NOTABLE
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
@@ -95,7 +96,7 @@ def recorded(recipe: RunRecipe, observe: Observer | None, source: Checkpoint | I
     An error or an interrupt that leaves a model in memory changed has a note that says so.
     """
     log, report = EventLog(), Report(recipe)
-    observer = combine_observers(log, observe)
+    observer = combine_observers(log, observe, *(find("observers", name)(recipe) for name in names_of("observers")))
     try:
         with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):
             yield Records(report, observer, log)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from sparsellm.extension import find
 from sparsellm.runtime.autotuning import Computation, speedup
 
 MIN_MULTIPLICATIONS = 1 << 21
@@ -40,6 +41,8 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """The product of two matrices, (m, k) and (k, n)."""
     has_gradient = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    if not has_gradient and (brought := _brought(left.device.type)) is not None:
+        return brought(left, right)
     if has_gradient or not _is_large(left, right) or (kernel := _kernel()) is None:
         return left @ right
     return kernel(_plain(left), _plain(right.T), None)
@@ -96,6 +99,13 @@ class _Linear(torch.autograd.Function):
             matmul(gradient.T, inputs) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
+
+
+@cache
+def _brought(device: str) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The function that an extension brings for products on a type of device."""
+    found: Callable[[Tensor, Tensor], Tensor] | None = find("products", device)
+    return found
 
 
 def _is_large(left: Tensor, right: Tensor) -> bool:
