@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import HAS_EXTENSIONS
+
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link")
 """Audit events of changes of folders; an opened file is one if it is opened to be written."""
 
@@ -41,10 +43,15 @@ def run(
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from sparsellm.extensions.recover.training import masked_training
-    from tests.short_training import app
+    from sparsellm.cli.app import app
 
-    masked_training.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
+    if HAS_EXTENSIONS:
+        from sparsellm.extensions.recover.training import masked_training
+        from tests.short_training import app
+
+        masked_training.STORING_SHARE = (
+            math.inf
+        )  # the state of a training is stored at every validation, where files are slow too
     if killed_at is not None:
         die_once_written(*killed_at)
     app(words)
