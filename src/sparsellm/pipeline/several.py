@@ -126,7 +126,7 @@ def run_outputs(
         The report of the last run; None if all outputs were finished, which `resume` keeps.
 
     Raises:
-        InvalidSetting: `resume` and `restart` are both set, or the run cannot be identified when it is resumed.
+        InvalidSetting: `resume` and `restart` are both set.
         SparseLLMError: As `check_outputs` and the runs.
     """
     if resume and restart:
@@ -177,7 +177,7 @@ def check_outputs(
         OutputExists: One exists, or the folder for several is a file or holds files.
         CannotResume: The folder for several is unfinished, and neither `resume` nor `restart` is set; or a finished output
             was made with other settings, or from files that were changed since.
-        InvalidSetting: As `check_output`, or the method is an object that cannot be compared when the run is resumed.
+        InvalidSetting: As `check_output`.
     """
     if len(folders) > 1:
         path = local_path(output)
