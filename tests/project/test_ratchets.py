@@ -28,7 +28,7 @@ LINES = {
     "pipeline": 3_064,
     "recipes": 2_235,
     "runtime": 1_473,
-    "solvers": 2_311,
+    "solvers": 2_314,
     "testing": 871,
     "texts": 2_315,
 }

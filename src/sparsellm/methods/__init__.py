@@ -86,7 +86,7 @@ class LayerResult:
     @property
     def sparsity(self) -> float:
         """The fraction of weights that are zero."""
-        return self.zeros / (self.shape[0] * self.shape[1])
+        return self.zeros / max(self.shape[0] * self.shape[1], 1)  # in a report that somebody edited, there may be none
 
 
 @dataclass(frozen=True)

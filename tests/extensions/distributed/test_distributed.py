@@ -313,7 +313,7 @@ def test_processes_that_differ_are_refused(
             for case in (
                 (("prune", "demo:opt", "out", "--sparsity", "70%"), 1, "needs a calibration text"),
                 (("prune", "demo:opt", "--sparsity", "70%", "--calibration", "demo"), 2, "name the folder to write"),
-                (("prune", "demo:opt", "out", "--method", "magnitude", "--resume", "--restart"), 2, "pass one of them"),
+                (("prune", "demo:opt", "out", "--method", "magnitude", "--resume", "--restart"), 1, "pass one of them"),
                 (("evaluate", "demo:opt"), 1, "--text or a --task"),
             )
         ),
