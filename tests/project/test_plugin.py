@@ -285,6 +285,26 @@ def test_a_file_imports_no_code(fields: dict[str, Any], folder: Path, command: C
     assert "own_pruner" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("words", "is_found"),
+    [
+        (("plan", "demo:opt", "--calibration", "demo"), False),
+        (("info", "wanda"), False),
+        (("check", "2:4"), False),
+        (("plan", "demo:opt", "--calibration", "demo", "--method", "own_pruner:RIA"), True),
+        (("plan", "demo:opt", "--calibration", "demo", "--plugin", "own_pruner"), True),
+        (("info", "own_pruner:RIA"), True),
+        (("check", "own_pruner:RIA"), True),
+    ],
+)
+def test_the_current_folder_is_searched_for_named_modules_only(
+    words: tuple[str, ...], is_found: bool, folder: Path, command: Command
+) -> None:
+    """A folder of others may hold a triton.py, which would else be imported where triton is missing."""
+    assert command(*words).exit_code == 0
+    assert (str(folder) in sys.path) == is_found
+
+
 def test_a_sweep_over_the_settings_of_a_plugin(folder: Path, command: Command) -> None:
     methods = [
         "magnitude",

@@ -123,15 +123,17 @@ def with_plugins(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a command's options, once their plugins are loaded. What is wrong with a part of one is a note."""
     context, before = values["context"], len(PROBLEMS)
     with report_errors(context):
-        import_from_current_folder()
-        values = load_plugins(values)
+        values = load_plugins(values, find=import_from_current_folder)
     for line in PROBLEMS[before:]:
         print_note(line, context)
     return values
 
 
 def import_from_current_folder() -> None:
-    """Let imports find the modules of the current folder, as `python -m` does, but last: no file hides a library."""
+    """Let imports find the modules of the current folder, as `python -m` does, but last: no file hides a library.
+
+    Only for a module that the user names: a folder of others may hold files that are called like libraries that are missing.
+    """
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparsellm.errors import InvalidSetting
@@ -14,10 +14,14 @@ DOORS = {"method": "methods", "solver": "methods", "then": "steps"}
 """By a field or setting that names something, the attribute of `Extension` that brings it."""
 
 
-def load_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
+def load_plugins(values: Mapping[str, Any], find: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """Load the plugins among the values of a command's options, and put names in place of import paths.
 
     Only what the user writes on a command line or in Python may pass here: it imports code.
+
+    Args:
+        values: The values by option.
+        find: Called before each import.
 
     Returns:
         The values, with the plugin of each import path in `plugin`.
@@ -28,12 +32,14 @@ def load_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
     given = values.get("plugin") or ()
     plugins = [given] if isinstance(given, str) else list(given)
     for place in plugins:
+        find()
         load_plugin(place)
 
     def named(field: str, value: Any) -> Any:
         if not (field in DOORS and isinstance(value, str) and is_place(value)):
             return value
         plugins.append(value)
+        find()
         return _name_at(value, DOORS[field])
 
     def assigned(text: str) -> str:
