@@ -18,7 +18,7 @@ from statistics import mean
 
 from measuring import MEASURED
 
-from sparsellm.checkpoints.loading import compute_dtype, open_checkpoint
+from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measure_perplexity
 from sparsellm.methods import EpochResult
 from sparsellm.methods.algorithm1 import Algorithm1
@@ -61,7 +61,7 @@ def main() -> None:
         model = checkpoint.load()
         plan = uniform_plan(blocks_of(model), parse_pattern(sparsity))
         method = replace(VARIANTS[variant], epochs=epochs)
-        results = list(prune_blocks(model, windows.split(16), method, plan, compute_dtype(model)))
+        results = list(prune_blocks(model, windows.split(16), method, plan))
         error = mean(x.feed_forward_error for x in results if isinstance(x, EpochResult) and x.epoch == epochs)
         row = {"sparsity": sparsity, "variant": variant, "epochs": epochs, "perplexity": measure_perplexity(model, tests).value}
         rows.append(row | {"error": error})

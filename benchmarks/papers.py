@@ -74,7 +74,7 @@ def measure(words: argparse.Namespace) -> None:
     def run(method: str, pattern: str, seed: int, steps: int = 0) -> tuple[Any, float]:
         """The pruned model, and the seconds of the processor from the recipe to it."""
         own = {"sparse-swaps": SparseSwaps(), "elsa": ELSA(steps=max(steps, 1), **TUNED)}.get(method)
-        kind, chosen = method_fields(own or METHODS[method].get("method", "sparsellm"))
+        kind, chosen = method_fields(own or METHODS[method].get("method", "sparsellm"), {})
         started = time.process_time()
         fields = {**data, **METHODS[method], **chosen, "sparsity": pattern, "seed": seed}
         result = prune_run(read_recipe(fields, kind=kind), lambda event: None)

@@ -109,14 +109,14 @@ def main() -> None:
     commands.add_parser("tables")
     words = parser.parse_args()
     if words.command == "compare":
-        compare(words.blocks, words.width, words.windows, words.times)
+        compare(words.blocks, words.width, words.windows, times=words.times)
         return
     if words.command == "tables":
         print("\n".join(tables()))
         return
     for blocks in words.blocks:
         for windows in words.windows:
-            measure(blocks, windows, words.width, words.memory)
+            measure(blocks, windows, words.width, memory=words.memory)
 
 
 if __name__ == "__main__":

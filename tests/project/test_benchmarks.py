@@ -8,6 +8,8 @@ import io
 import json
 import lzma
 import shutil
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,19 @@ def test_every_script_imports(monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(name)
         run = f"{name}.py" if hasattr(module, "main") else ""
         assert f"python benchmarks/{run}" in str(module.__doc__), name
+
+
+@pytest.mark.long
+def test_every_call_of_a_script_fits(tmp_path: Path) -> None:
+    """The arguments of calls are those that the package's functions have; scripts are not typed otherwise."""
+    scripts = [*FOLDER.glob("*.py"), *(ROOT / "dev").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    scripts += (ROOT / "examples" / "papers").glob("*.py")
+    settings = f"[mypy]\nmypy_path = {ROOT / 'src'}:{FOLDER}:{ROOT}\nfollow_imports = silent\nignore_missing_imports = True\n"
+    (tmp_path / "mypy.ini").write_text(f"{settings}plugins = pydantic.mypy\ncheck_untyped_defs = True\n", encoding="utf-8")
+    words = [sys.executable, "-m", "mypy", "--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache")]
+    done = subprocess.run([*words, *map(str, scripts)], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "source files)" in done.stdout, done.stderr
+    assert [line for line in done.stdout.splitlines() if "[call-arg]" in line or "[attr-defined]" in line] == []
 
 
 def test_pages_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
