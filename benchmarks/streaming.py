@@ -109,7 +109,7 @@ def main() -> None:
     commands.add_parser("tables")
     words = parser.parse_args()
     if words.command == "compare":
-        compare(words.blocks, words.width, words.windows, times=words.times)
+        compare(8, 1024, 8, times=3)
         return
     if words.command == "tables":
         print("\n".join(tables()))
