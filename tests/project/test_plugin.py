@@ -234,7 +234,7 @@ def test_names_of_plugins(words: tuple[str, ...], label: str, command: Command) 
 )
 def test_classes_that_cannot_be_used(path: str, message: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message each, with nothing on stdout, before the model is opened."""
-    monkeypatch.setattr("sparsellm.checkpoints.loading.open_checkpoint", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr("sparsellm.pipeline.loading.open_checkpoint", lambda *_, **__: pytest.fail("opened"))
     done = command("plan", "demo:opt", "--json", *SIZE, "--method", path)
     assert (done.exit_code, done.stdout) == (1, "")
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

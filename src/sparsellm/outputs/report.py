@@ -76,6 +76,8 @@ def _read_recipe(value: Any) -> RunRecipe:
         raise ValueError(explain(error.errors()[0], kind.model_fields)) from None
     if isinstance(recipe, Recipe) and isinstance(recipe.pattern, UnknownPattern):
         text = printable(str(recipe.pattern), 80)
+        if not (isinstance(packages, dict) and packages.get("sparsity")):
+            raise ValueError(f"{text!r} is no pattern, and no package that brings it is named")
         remark(f"no installed package brings the pattern {text}: where its zeros are is not checked", ("pattern", text))
     return recipe
 
@@ -416,6 +418,10 @@ class Report(Summarized):
         """Read a report from plain data, as `to_dict` gives it. Raises pydantic's ValidationError for any other."""
         report = REPORT_TYPE.validate_python(data)
         report.sections = read_sections(data, ENTRIES)
+        recipes = [report.recipe, *([report.pruned.recipe] if report.pruned else [])]
+        named = {x.pattern for x in recipes if isinstance(x, Recipe)}  # of which those of missing packages are refused or noted
+        if wrong := next((x for x in report.layers if isinstance(x.pattern, UnknownPattern) and x.pattern not in named), None):
+            raise ValueError(f"{wrong.name} has the pattern {printable(str(wrong.pattern), 80)!r}, which is none")
         return report
 
     def to_markdown(self) -> str:

@@ -368,10 +368,7 @@ def parse_pattern(text: str | float, name: str = "sparsity") -> Pattern:
 
 def stored_pattern(text: str) -> Pattern:
     """Parse the text of a pattern in a file, maybe of a package that is not installed. Raises as `parse_pattern` otherwise."""
-    pattern = _parse(text, "sparsity")
-    if pattern is None and not re.fullmatch(r"\w[\w%:.@ +-]*", text):
-        raise InvalidSetting(f"`sparsity` must be a fraction, a percentage or N:M, got {text!r}. {EXAMPLES}")
-    return pattern or UnknownPattern(text)
+    return _parse(text, "sparsity") or UnknownPattern(text)
 
 
 def _parse(text: str, name: str) -> Pattern | None:
