@@ -14,12 +14,20 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
+from importlib.metadata import (
+    EntryPoint,
+    PackageNotFoundError,
+    distribution,
+    entry_points,
+    packages_distributions,
+    version,
+)
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -265,7 +273,7 @@ def check_plugins(places: Iterable[Any], where: str) -> None:
 
 
 def _extension_of(module: ModuleType, name: str) -> Extension:
-    """What a module brings: its `EXTENSION`, or an extension of its classes; and its class of a name, if that is not empty."""
+    """The `EXTENSION` of a module, or an extension of its classes; with its class of a name, if that is not empty."""
     stated = getattr(module, "EXTENSION", None)
     is_stated = isinstance(stated, Extension)
     extension = stated if isinstance(stated, Extension) else Extension()
@@ -306,10 +314,20 @@ def name_of_class(kind: type) -> str:
 
 def version_of(module: ModuleType) -> str:
     """The version of a module, of itself or of its package; empty without one."""
-    if stated := getattr(module, "__version__", ""):
-        return str(stated)
-    packages = packages_distributions().get(module.__name__.partition(".")[0], [])
-    return version(packages[0]) if packages else ""
+    stated = getattr(module, "__version__", "")
+    return str(stated) or package_with(module.__name__.partition(".")[0], Path(module.__file__ or "")).rpartition(" ")[2]
+
+
+@cache
+def package_with(module: str, file: Path) -> str:
+    """The installed package that has a module of the top level, with its version; empty if none has. file: the module's."""
+    with suppress(PackageNotFoundError):
+        found = distribution(module)
+        return f"{found.name} {found.version}"
+    if not {"site-packages", "dist-packages"} & set(file.parts):
+        return ""
+    names = packages_distributions().get(module, [])  # which takes a second in a large environment
+    return " and ".join(f"{name} {version(name)}" for name in names)
 
 
 def _loaded(point: EntryPoint) -> Installed:

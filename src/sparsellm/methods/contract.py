@@ -120,7 +120,7 @@ class BlockRules:
         self._waiting.remove(result.name)
 
     def readings(self) -> list[Tensor]:
-        """What `check` needs to know of the weights, as tensors, which are read together with others."""
+        """Facts of the weights that `check` takes, as tensors, which are read together with others."""
         weights = {name: self._block.layer(own).weight.detach() for name, own in self._names.items()}
         unchanged = [_square(weights[name]) == square for name, square in self._others.items()]
         return [pattern.holds_async(weights[name]) for name, pattern in self._planned.items()] + unchanged

@@ -46,7 +46,7 @@ DIGEST_THREADS = 8
 """Most files to digest in parallel: one thread cannot saturate a fast disk."""
 
 Inputs = Mapping[str, Mapping[str, str]]
-"""What a run read: by its name in the recipe, the contents of each file as `contents` describes them; and the classes of its
+"""The files that a run read: by the name in its recipe, their contents as `contents` describes them; and the classes of its
 method, as `method_inputs`."""
 
 NO_SOURCE = "not known"

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
-from sparsellm.extension import place_of
+from sparsellm.extension import package_with, place_of
 from sparsellm.methods import BlockMethod
 from sparsellm.recipes.fields import METHODS
 from sparsellm.recipes.own_method import ObjectRecipe
@@ -58,7 +56,7 @@ class ClassOrigin:
             else:
                 sources.append(_source(base))
         source = None if None in sources else "\n".join(map(str, sources))
-        return cls(place_of(kind), _installed(_package(kind), files.get(kind.__module__, Path())), files, source)
+        return cls(place_of(kind), package_with(_package(kind), files.get(kind.__module__, Path())), files, source)
 
 
 def class_origins(recipe: RunRecipe) -> list[ClassOrigin]:
@@ -112,18 +110,6 @@ def _source(kind: type) -> str | None:
                 if not name.startswith("__"):  # as those that dataclasses write
                     return None
     return "\n".join(parts)
-
-
-@cache
-def _installed(package: str, file: Path) -> str:
-    """The installed package that has a module, with its version; empty if none has. file: the module's."""
-    with suppress(PackageNotFoundError):
-        found = distribution(package)
-        return f"{found.name} {found.version}"
-    if not {"site-packages", "dist-packages"} & set(file.parts):
-        return ""
-    names = packages_distributions().get(package, [])  # which takes a second in a large environment
-    return " and ".join(f"{name} {version(name)}" for name in names)
 
 
 def _package(kind: type) -> str:

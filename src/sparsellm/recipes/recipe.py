@@ -124,7 +124,7 @@ class RunRecipe(RunFields):
 
     @property
     def changing_whole_model(self) -> str:
-        """What changes the whole model after its blocks, so that it must fit in memory, by text; empty if nothing does."""
+        """The step or method, in words, that changes the whole model, which must fit in memory; empty without one."""
         return next(iter(self.steps_after), "")
 
     @abstractmethod

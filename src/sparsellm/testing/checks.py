@@ -21,7 +21,7 @@ class FailedCheck(AssertionError):
 
 
 class Fault(Exception):
-    """What a check has seen, and how to mend it, in two sentences."""
+    """The fault that a check has seen, and how to mend it, in two sentences."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Check:
 
     @property
     def promise(self) -> str:
-        """What is promised, in a sentence."""
+        """The promise, in a sentence."""
         return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
 
     def __call__(self, subject: Any) -> None:

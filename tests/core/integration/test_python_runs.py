@@ -24,10 +24,10 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.checkpoints.files import WORK
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
+from sparsellm.extension import package_with
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.outputs.journal import JOURNAL, Journal
-from sparsellm.recipes import method_classes
 from sparsellm.recipes.method_classes import ClassOrigin
 from tests import processes
 from tests.conftest import extensions, long_unless
@@ -94,10 +94,10 @@ def pruner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: my-pruner\nVersion: 1.0\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    method_classes._installed.cache_clear()
+    package_with.cache_clear()
     yield importlib.import_module("my_pruner")
     del sys.modules["my_pruner"]
-    method_classes._installed.cache_clear()
+    package_with.cache_clear()
 
 
 def prune_and_die(method: str, output: Path, model: Path, text: Path, settings: dict[str, Any]) -> None:
@@ -173,14 +173,14 @@ def install_again(module: ModuleType) -> None:
     assert module.__file__
     metadata = Path(module.__file__).parent / "my_pruner-1.0.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text(encoding="utf-8").replace("1.0", "2.0"), encoding="utf-8")
-    method_classes._installed.cache_clear()
+    package_with.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("change", "power", "told"),
     [
         (edit, 1.0, "my_pruner of my_pruner.Pruner|my_pruner.Pruner was changed: module my_pruner"),
-        (install_again, 1.0, r"package.*my-pruner 1\.0.*my-pruner 2\.0"),
+        (install_again, 1.0, r"my.pruner\S* 1\.0.*my.pruner\S* 2\.0"),
         (lambda _: None, 0.5, r"power.*1\.0.*0\.5"),
     ],
     ids=["class", "version", "setting"],
