@@ -315,7 +315,10 @@ def name_of_class(kind: type) -> str:
 def version_of(module: ModuleType) -> str:
     """The version of a module, of itself or of its package; empty without one."""
     stated = getattr(module, "__version__", "")
-    return str(stated) or package_with(module.__name__.partition(".")[0], Path(module.__file__ or "")).rpartition(" ")[2]
+    return (
+        str(stated)
+        or package_with(module.__name__.partition(".")[0], Path(getattr(module, "__file__", None) or "")).rpartition(" ")[2]
+    )
 
 
 @cache

@@ -18,6 +18,7 @@ from sparsellm import extension
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import InvalidSetting
 from tests.conftest import report_of
+from tests.project.test_extension import PATTERN
 
 Command = Callable[..., Result]
 
@@ -68,40 +69,6 @@ class Scale:
             for name in run.ready.plan:
                 loaded.model.get_parameter(f"{name}.weight").data.mul_(self.factor)
         return finish
-"""
-
-PATTERN = """
-from dataclasses import dataclass
-from sparsellm.solvers.patterns import Pattern
-
-@dataclass(frozen=True)
-class Front(Pattern):
-    removed: int
-
-    @classmethod
-    def parse(cls, text):
-        return cls(int(text[6:])) if text.startswith("front ") else None
-
-    def __str__(self):
-        return f"front {self.removed}"
-
-    @property
-    def sparsity(self):
-        return self.removed / 8
-
-    @property
-    def column_span(self):
-        return 8
-
-    def count_removed(self, shape):
-        return shape[0] * shape[1] * self.removed // 8
-
-    def holds(self, weight):
-        return not weight.unflatten(1, (-1, 8))[..., : self.removed].any()
-
-    def keep(self, score, *, per_row=False):
-        import torch
-        return (torch.arange(score.shape[1]) % 8 >= self.removed).expand_as(score)
 """
 
 STRANGE = """
@@ -366,17 +333,17 @@ def test_a_step_that_cannot_be_used(value: str, message: str, command: Command) 
 
 def test_a_pattern_of_a_plugin(folder: Path, command: Command) -> None:
     """Without it, its output is read: zeros are counted, and a note says that their places are not checked."""
-    words = ("--method", "magnitude", "--sparsity", "front 3", "--quiet", "--plugin", "own_pattern")
+    words = ("--method", "magnitude", "--sparsity", "first 3", "--quiet", "--plugin", "own_pattern")
     done = command("prune", "demo:opt", "out", *words)
-    assert "front 3 removed" in done.stdout, done.stderr
+    assert "first 3 removed" in done.stdout, done.stderr
     assert report_of(folder / "out")["recipe"]["packages"] == {"sparsity": "own_pattern"}
     fresh()
     for read in (("verify", "out", "--against", "demo:opt"), ("inspect", "out"), ("report", "out")):
         done = command(*read)
         assert done.exit_code == 0, done.stderr
-        assert "the pattern front 3" in done.stderr
+        assert "the pattern first 3" in done.stderr
     assert "--plugin own_pattern" in command("plan", "--config", "out").stderr
-    assert command("plan", "demo:opt", "--method", "magnitude", "--sparsity", "front 3").exit_code == 1
+    assert command("plan", "demo:opt", "--method", "magnitude", "--sparsity", "first 3").exit_code == 1
 
 
 def test_objects_have_the_labels_of_names(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -14,7 +14,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 679,
+    ".": 682,
     "activations": 1_317,
     "allocation": 254,
     "checkpoints": 3_098,
