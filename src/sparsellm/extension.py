@@ -314,11 +314,10 @@ def name_of_class(kind: type) -> str:
 
 def version_of(module: ModuleType) -> str:
     """The version of a module, of itself or of its package; empty without one."""
-    stated = getattr(module, "__version__", "")
-    return (
-        str(stated)
-        or package_with(module.__name__.partition(".")[0], Path(getattr(module, "__file__", None) or "")).rpartition(" ")[2]
-    )
+    if stated := getattr(module, "__version__", ""):
+        return str(stated)
+    file = Path(getattr(module, "__file__", None) or "")  # built-in modules and notebooks have none
+    return package_with(module.__name__.partition(".")[0], file).rpartition(" ")[2]
 
 
 @cache

@@ -14,14 +14,14 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 682,
+    ".": 681,
     "activations": 1_317,
     "allocation": 254,
     "checkpoints": 3_098,
     "cli": 1_397,
     "evaluation": 1_007,
     "extensions": 14_870,
-    "methods": 2_545,
+    "methods": 2_551,
     "models": 2_127,
     "observers": 700,
     "outputs": 2_593,

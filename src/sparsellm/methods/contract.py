@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sparsellm.errors import BrokenContract, dtype_name
@@ -72,17 +73,22 @@ def check_zeros(weight: Tensor, problem: LayerProblem, pattern: Pattern, solver:
         BrokenContract: The zeros break the pattern, are clearly more, or `problem.pruned_mask` has a value.
     """
     kind, count = type(solver).__name__, pattern.count_removed(weight.shape)
-    if not pattern.holds(weight):
+    facts = [pattern.holds_async(weight), count_kept(weight)]
+    if problem.pruned_mask is not None:
+        facts.append((weight.bool() & problem.pruned_mask).any())
+    holds, kept, *revived = torch.stack([fact.to(torch.int64) for fact in facts]).tolist()  # the device is waited for once
+    if not holds:
         raise BrokenContract(
             f"{kind} breaks the pattern {pattern} in {name}: {_zeros_found(weight, pattern)}. Multiply the weight by "
             "problem.keep(pattern, score) as the last step."
         )
-    if count_zeros(weight) > count and (removed := int(count_removed(weight, problem))) > count + SPARE * weight.numel():
+    zeros = weight.numel() - kept
+    if zeros > count and (removed := int(count_removed(weight, problem))) > count + SPARE * weight.numel():
         raise BrokenContract(
             f"{kind} removes more of {name} than {pattern}: {removed:,} of {weight.numel():,} weights that were not zero and "
             f"whose inputs are not, needs {count:,}. Multiply the weight by problem.keep(pattern, score) alone."
         )
-    if problem.pruned_mask is not None and bool(weight[problem.pruned_mask].any()):
+    if any(revived):
         raise BrokenContract(
             f"{kind} gives values to weights of {name} that `keep_zeros` keeps at zero. Take the masks of its solve from "
             "problem.keep, or leave out `keep_zeros`."
