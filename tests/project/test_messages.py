@@ -24,7 +24,16 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
 KEYWORDS = {"against", "record", "changes", "output", "overwrite", "private", "restart", "resume", "runs", "smoke", "text"}
-KEYWORDS |= {"allow_dense", "figures", "max_perplexity_increase", "max_size", "min_accuracy", "pack", "positive_zeros"}
+KEYWORDS |= {
+    "allow_dense",
+    "embeddings",
+    "figures",
+    "max_perplexity_increase",
+    "max_size",
+    "min_accuracy",
+    "pack",
+    "positive_zeros",
+}
 KEYWORDS |= {"measure", "step", "threads", "tokenizer", "tokens", "values"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 

@@ -156,12 +156,12 @@ class Lines(yaml.SafeLoader):
 Lines.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 
-def test_navigation_has_eight_pages_for_users() -> None:
+def test_navigation_has_nine_pages_for_users() -> None:
     """The rest is under Reference and Research."""
     navigation = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=Lines)["nav"]
     pages = [entry for entry in navigation if isinstance(next(iter(entry.values())), str)]
     groups = [next(iter(entry)) for entry in navigation if entry not in pages]
-    assert (len(pages), groups) == (8, ["Reference", "Research"])
+    assert (len(pages), groups) == (9, ["Reference", "Research"])
 
 
 def test_the_sitemap_has_every_page(site: Path) -> None:

@@ -31,6 +31,10 @@ _GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64; 0: r
 _GROUP_DEFAULT = "about 128 kept weights, rows for int8"
 PackedValues = Annotated[str | None, typer.Option("--values", metavar="|".join(BITS_OF), help=_VALUES, show_default="none")]
 GroupSize = Annotated[int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default=_GROUP_DEFAULT)]
+_EMBEDDINGS = "Round the embeddings and the output head to integers with scales."
+Embeddings = Annotated[
+    str | None, typer.Option("--embeddings", metavar="|".join(BITS_OF), help=_EMBEDDINGS, show_default="none")
+]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
 PositiveZeros = Annotated[
     bool, typer.Option("--positive-zeros", help="Store -0.0, which some software leaves for removed weights, as 0.0.")
@@ -79,6 +83,7 @@ def pack(
     *,
     values: PackedValues = None,
     group_size: GroupSize = None,
+    embeddings: Embeddings = None,
     archive: Archive = False,
     allow_dense: AllowDense = False,
     positive_zeros: PositiveZeros = False,
@@ -86,7 +91,7 @@ def pack(
     quiet: options.QuietOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Write a pruned model without its zeros. Nothing is lost, unless --values rounds the weights.
+    """Write a pruned model without its zeros. Nothing is lost, unless --values or --embeddings rounds weights.
 
     If it is interrupted, the same command continues it.
 
@@ -101,6 +106,7 @@ def pack(
                 packed,
                 values=values,
                 group_size=group_size,
+                embeddings=embeddings,
                 archive=archive,
                 overwrite=overwrite,
                 allow_dense=allow_dense,
@@ -129,7 +135,7 @@ def print_packed(console: Console, result: Packed) -> None:
         )
     if result.skipped:
         print_text(f"Not copied: {', '.join(result.skipped)}.")
-    compared = "read back. Its weights are rounded" if result.rounded else "read back and compared with the model bit by bit"
+    compared = "read back. Weights are rounded" if result.rounded else "read back and compared with the model bit by bit"
     print_text(f"Wrote {result.output}, {compared}.")
 
 

@@ -17,7 +17,7 @@ from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint, open_source
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, locations_of, read_stored
 from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
-from sparsellm.extensions.integers.formats import IntegerFormat
+from sparsellm.extensions.integers.formats import BITS_OF, IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, Scales, round_to_nearest
 from sparsellm.extensions.integers.scales_file import (
     check_unrounded,
@@ -137,6 +137,7 @@ def pack(
     *,
     values: str | None = None,
     group_size: int | None = None,
+    embeddings: str | None = None,
     archive: bool = False,
     overwrite: bool = False,
     allow_dense: bool = False,
@@ -155,6 +156,8 @@ def pack(
             rounded: the weights of a model that `prune` quantized are stored as their integers.
         group_size: Columns that share a scale, a multiple of 64, or 0 for whole rows. By default whole rows for int8, otherwise
             about 128 kept weights.
+        embeddings: Round the embeddings of tokens and the output head to "int8", "int4" or "int3" with scales. A loaded model
+            holds the embeddings, and a head that is tied to them, in their own dtype.
         archive: Compress further, for storage: loading takes longer, and dense matrices are packed too.
         overwrite: Replace an existing folder that sparsellm wrote.
         allow_dense: Pack a model with few zeros, and matrices with few zeros.
@@ -166,10 +169,11 @@ def pack(
         The sizes, in all and by matrix.
 
     Raises:
-        InvalidSetting: The model holds few zeros, is packed or quantized, or `values` and `group_size` are impossible.
+        InvalidSetting: The model holds few zeros, is packed or quantized, or `values`, `group_size` or `embeddings` are
+            impossible.
         OutputExists: The folder exists.
         BadCheckpoint: The model is missing, incomplete or damaged, or holds NaN or infinity.
-        UnsupportedModel: `values` is set, and the model's layers are unknown.
+        UnsupportedModel: `values` or `embeddings` is set, and the model's layers are unknown.
         VerificationFailed: The model is not what the run that pruned it wrote, or the result differs from the model.
         TooLarge: The disk has too little room.
     """
@@ -181,14 +185,15 @@ def pack(
     source.check_plain("Pack")
     with claimed(packed, overwrite, source.folder) as path:
         quantized = values_of(source, values, group_size)
+        outside = embedding_values(source, embeddings)
         observe(f"reading {model}")
         digests, report = read_checked(source)
         if not allow_dense and not quantized:
             _check_zeros(source, digests, positive_zeros)
-        packing = _Form(archive, allow_dense, positive_zeros, quantized, digests, source.vocabulary)
+        packing = _Form(archive, allow_dense, positive_zeros, outside | quantized, digests, source.vocabulary)
         form = "archive" if archive else "plain"
         settings = {"form": form, "allow_dense": allow_dense, "positive_zeros": positive_zeros}
-        settings |= {"values": values, "group_size": group_size, "scales": stamp(source.folder)}
+        settings |= {"values": values, "group_size": group_size, "embeddings": embeddings, "scales": stamp(source.folder)}
         convert = partial(converted, source, path, packing.convert, size=packing.size)
         with convert(settings=settings, verb="packing", observe=observe) as work:
             quantization = {"quant_method": PACKED_METHOD, "version": PACKED_VERSION, "form": form}
@@ -197,7 +202,7 @@ def pack(
             sizes = matrix_sizes(written, digests, positive_zeros=positive_zeros)
             before, after = (sum(file.stat().st_size for file in files) for files in (source.files, written))
             skipped = tuple(copy_files(source, work).noted)
-            result = Packed(form, before, after, sizes, skipped, rounded=values is not None, output=str(packed))
+            result = Packed(form, before, after, sizes, skipped, rounded=bool(values or embeddings), output=str(packed))
             if (card := source.folder / CARD).is_file():
                 text = packed_card(card.read_text(encoding="utf-8"), result, pruned=bool(report.get("blocks")))
                 (work / CARD).write_text(text, encoding="utf-8")
@@ -373,6 +378,32 @@ def values_of(source: Source, values: str | None, group_size: int | None) -> dic
     IntegerFormat.parse(values, group_size, density=1)  # which checks them
     check_unrounded(source.name, scales)
     return {name: NearestIntegers(values, group_size, transposed) for name, transposed in _layer_weights(source).items()}
+
+
+def embedding_values(source: Source, values: str | None) -> dict[str, Values]:
+    """Return the embeddings of tokens and the output head as weights that are packed as integers, by stored name.
+
+    Args:
+        source: The model.
+        values: The name of the integers; None for none.
+
+    Raises:
+        InvalidSetting: There are no such integers.
+        UnsupportedModel: The model is unknown, or its embeddings have no name of their own in the files.
+    """
+    if values is None:
+        return {}
+    if values not in BITS_OF:
+        raise InvalidSetting(f"`embeddings` got {values!r}; it must be {', '.join(BITS_OF)}.")
+    rounding = NearestIntegers(values, None)
+    skeleton = open_source(source.name, trusted=False).skeleton()
+    modules = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    wanted = {id(module.weight) for module in modules if module is not None}
+    files = StoredTensors(source.folder, skeleton).files
+    places = [files.get(name) for name, weight in skeleton.named_parameters() if id(weight) in wanted]
+    if not all(isinstance(place, TensorLocation) for place in places):
+        raise UnsupportedModel(f"The embeddings of {source.name} are stored in pieces. Leave out `embeddings`.")
+    return {place.key: rounding for place in places if isinstance(place, TensorLocation)}
 
 
 def _layer_weights(source: Source) -> dict[str, bool]:
