@@ -5,7 +5,7 @@
     python benchmarks/render.py                 # the page, from the figures
 
 Bits count everything that a pruned layer stores: mask, values, scales, zero points, exponents outside of the dictionary. The
-dense rivals are rounding to nearest and GPTQ (`gptq.py`), symmetric and with zero points, and for Llama models whose layers
+dense forms are rounding to nearest and GPTQ (`gptq.py`), symmetric and with zero points, and for Llama models whose layers
 are a multiple of 256 wide llama.cpp's types, if `llama-cpp-python` and `gguf` are installed. A sparse model is pruned once for
 each sparsity and seed, kept in `--work`, and rounded to each number of bits. A killed run continues with the next figure.
 """
@@ -52,7 +52,7 @@ FILE = MEASURED / "bits.json"
 SAMPLES, LENGTH, WINDOWS = 64, 256, 64
 SEEDS = (0, 1, 2)
 SPARSITIES = (70, 80, 50, 90, 60, 40)
-"""Fractions removed in percent, those that the goals are about first."""
+"""Fractions removed in percent, those of the first tables first."""
 
 RECOVERED = (70, 60)
 
@@ -60,13 +60,13 @@ IN_ONE_RUN = {4: (70, 80, 60, 50), 3: (60, 70, 50)}
 """Sparsities for `prune --values`, by bits."""
 
 BUDGETS = (2.3, 3.0, 2.0, 2.5, 4.0, 4.25)
-"""Bits a weight for `prune --bits`, those that the goals are about first."""
+"""Bits a weight for `prune --bits`, those of the first tables first."""
 
 TRAINED_BUDGETS = (2.3, 2.0, 2.2)
 """Bits a weight for `prune --bits` and `recover`."""
 
 GRIDS = (Grid(2, 64, True), Grid(2, 128, True), Grid(2), Grid(3), Grid(3, 64, True), Grid(4), Grid(4, 128), Grid(8, 128))
-"""What the dense rivals round to."""
+"""What the dense forms round to."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def apply(model: nn.Module, method: BlockMethod, samples: tuple[Tensor, ...]) ->
 
 
 def dense_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
-    """The dense rivals: names, and functions that return a model and its bits a weight."""
+    """The dense forms: names, and functions that return a model and its bits a weight."""
 
     def rounded(method: BlockMethod, grid: Grid) -> tuple[Any, float]:
         model = task.source().load("float32")

@@ -261,6 +261,26 @@ def table() -> list[str]:
     return lines[1:]
 
 
+def in_short() -> list[str]:
+    """How often as fast the usual packed form of the raced shape is as others, from the least to the most over the threads."""
+    own = packed_name(0.7, "dense")
+    others = {
+        "the faster dense form": (TORCH, KERNEL),
+        "memory's speed": (CEILING,),
+        **{form: (form,) for form in ("llama.cpp Q8_0", "llama.cpp Q4_0")},
+    }
+    head, rows = ["beside"], [[label] for label in others]
+    for figures in filter(None, map(read_figures, FILES)):
+        measured = [*figures[RACED]["speeds"], *figures[RACED]["race"]]
+        speeds = {(x["threads"], x["form"], x["batch"]): x["decode"] for x in measured}
+        for batch in BATCHES:
+            head.append(f"{figures['kernel']}, {batch} sequence{'s' if batch > 1 else ''}")
+            for row, forms in zip(rows, others.values(), strict=True):
+                ratios = [speeds[count, own, batch] / max(speeds[count, form, batch] for form in forms) for count in THREADS]
+                row.append(" to ".join(dict.fromkeys(f"{ratio:.1f}" for ratio in sorted(ratios))))
+    return markdown_table(head, rows)
+
+
 def speed_rows(figures: dict[str, Any]) -> list[str]:
     """A line for each number of threads and form, with a group of columns for each number of sequences."""
     measured = [*figures["speeds"], *figures.get("race", [])]

@@ -1,4 +1,4 @@
-"""Dense GPTQ by its direct formula, the rival in `python benchmarks/bits.py`: any number of bits, with or without zero points.
+"""Dense GPTQ by its direct formula, compared in `python benchmarks/bits.py`: any number of bits, with or without zero points.
 
 Follows Frantar et al., GPTQ (ICLR 2023): each column is rounded and its error compensated in the columns to its right, by the
 Cholesky factor of the inverse Gram matrix. With what its users' tools add since: clips that are searched, and columns in the

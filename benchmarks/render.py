@@ -93,7 +93,7 @@ def packed_lines(bench: dict[str, Any]) -> list[str]:
     packed, dense = (next(x for x in bench["speeds"] if x["form"] == form) for form in (PACKED, TORCH))
     sizes = human_bytes(bench["disk_bytes"]), human_bytes(bench["memory_bytes"][TORCH])
     speeds = f"{packed['decode']:.0f} tokens a second packed, {dense['decode']:.0f} dense"
-    ratios = f"{packed['times_torch']:.2f} × torch, {packed['times_ceiling']:.2f} × the ceiling of memory"
+    ratios = f"{packed['times_torch']:.2f} × torch, {packed['times_ceiling']:.2f} of memory's speed"
     return [
         f"Packed it takes {sizes[0]}, dense {sizes[1]}. It decodes {speeds}:",
         f"{ratios}. Python takes most of that time; models of more than 1 GB gain more.",
@@ -138,6 +138,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "processes": processes.table,
     "search": search.table,
     "decode": decode.table,
+    "decode, in short": decode.in_short,
     "assisted": assisted.table,
     "several": search.several_table,
     "costs": processes.costs,
@@ -145,7 +146,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "efforts in short": excess.efforts_in_short,
     "few bits": few_bits.table,
     "peer gptq": peer_gptq.table,
-    "few bits, goals": few_bits.goals,
+    "few bits, in short": few_bits.in_short,
+    "few bits, compared": few_bits.compared,
     "few bits, llama.cpp": few_bits.llama_cpp,
     "few bits, rounding": few_bits.rounding,
     "masked lora": masked_lora.table,
