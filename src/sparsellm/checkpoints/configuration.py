@@ -322,8 +322,8 @@ def _error_text(error: Exception) -> str:
     return text if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: {text}"
 
 
-# ---- Checkpoints that say two things of the same, of which one program reads the one and another program the other. Other
-# fields and files count in the order in which transformers reads them, as docs/deploying.md lists.
+# ---- Checkpoints whose files contradict each other, so that programs differ in what they read. Other fields and files count
+# in the order in which transformers reads them, as docs/sharing.md lists.
 
 
 def check_fields(name: str, fields: Mapping[str, Any], config: PretrainedConfig) -> None:

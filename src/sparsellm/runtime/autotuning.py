@@ -1,4 +1,4 @@
-"""Which of two computations of the same is faster: measured once on a machine, and stored."""
+"""Measures which of two implementations is faster on this machine, and remembers it."""
 
 from __future__ import annotations
 

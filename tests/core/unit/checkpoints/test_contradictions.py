@@ -1,4 +1,4 @@
-"""Configurations that say two things of the same."""
+"""Checkpoints whose files contradict each other."""
 
 from __future__ import annotations
 
