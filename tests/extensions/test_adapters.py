@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typer.testing import Result
 
 Command = Callable[..., "Result"]
-TOLD = "has an adapter beside its weights (adapter_config.json, adapter_model.safetensors), which is neither loaded nor copied"
+TOLD = "has an adapter beside its weights (adapter_config.json, adapter_model.safetensors)"
 
 ABSENT = """
 from importlib.machinery import PathFinder

@@ -105,7 +105,7 @@ def short_name(name: str) -> str:
 def find_checkpoint(name: str, revision: str | None = None, with_code: bool = False) -> Path:
     """Return the folder of a checkpoint, whose files may be read, after downloading it if `name` is a hub name.
 
-    An adapter beside the weights is not read, which a remark tells; transformers would load it where PEFT is installed.
+    An adapter beside the weights is ignored, with a remark; transformers would load it where PEFT is installed.
 
     Args:
         name: A folder, a bundled model such as "demo:opt", or a hub name.
@@ -133,7 +133,7 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
     check_within(name, folder)
     if files := sorted(file.name for file in folder.iterdir() if ADAPTER.fullmatch(file.name)):
         remark(
-            f"{short_name(name)} has an adapter beside its weights ({', '.join(files)}), which is neither loaded nor copied. "
+            f"{short_name(name)} has an adapter beside its weights ({', '.join(files)}), which is ignored. "
             "To have it in the model, merge it first: PEFT's merge_and_unload",
             (folder.resolve(), "adapter"),
         )

@@ -59,7 +59,7 @@ def test_demo_ends_with_what_to_do_next(
     monkeypatch.setattr("sparsellm.extensions.studies.demonstration.measure_packed", lambda _: bench)
     lines = command("demo", "--output", tmp_path / "out").stdout.splitlines()[-6:]
     assert lines[0] == "Packed it takes 1.0 MiB, dense 4.0 MiB. On 2 threads it decodes"
-    assert lines[1] == "51 tokens a second packed, 20 dense (2.50 × torch, 0.10 × ceiling)."
+    assert lines[1] == "51 tokens a second packed, 20 dense (2.50 × torch, 0.10 of memory's speed)."
     assert max(map(len, lines[:3])) <= 80
     lines = lines[3:]
     assert [line.split(": ")[1].split()[:2] for line in lines] == [

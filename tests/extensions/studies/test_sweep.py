@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,13 +170,13 @@ def test_labels_of_truth_are_yaml_s(tmp_path: Path) -> None:
             {"effort": "fast"},
             {"method": ["wanda", "sparsellm", "sparsegpt"]},
             ["wanda", "sparsellm", "sparsegpt"],
-            "Cells of wanda and sparsegpt leave out settings of other methods: effort.",
+            "wanda and sparsegpt .* `effort`",
         ),
         (
             {},
             {"method": ["wanda", "sparsellm"], "effort": ["fast", "standard"]},
             ["wanda, fast", "sparsellm, fast", "sparsellm, standard"],
-            "Cells of wanda leave out settings of other methods: effort. Combinations that differ in these only are one cell.",
+            "wanda .* `effort`.* one cell",
         ),
     ],
 )
@@ -185,10 +186,10 @@ def test_settings_that_a_method_does_not_have_are_left_out_of_its_cells(
     file = written(tmp_path, recipe=FIELDS | shared, axes=axes)
     sweep = read_sweep(file)
     assert [cell.name for cell in sweep.cells] == names
-    assert sweep.ignored == ignored
+    assert re.search(ignored, sweep.ignored)
     done = command("sweep", file, tmp_path / "out", "--list")
-    assert done.stdout.count(ignored) == 1
-    assert to_markdown(sweep, []).count(ignored) == 1
+    assert done.stdout.count(sweep.ignored) == 1
+    assert to_markdown(sweep, []).count(sweep.ignored) == 1
     again = tmp_path / "again.yaml"
     again.write_text(sweep_yaml(sweep, PathNames()), encoding="utf-8")
     assert read_sweep(again).cells == sweep.cells

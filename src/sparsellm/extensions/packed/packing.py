@@ -161,8 +161,8 @@ def pack(
         archive: Compress further, for storage: loading takes longer, and dense matrices are packed too.
         overwrite: Replace an existing folder that sparsellm wrote.
         allow_dense: Pack a model with few zeros, and matrices with few zeros.
-        positive_zeros: Store -0.0, which other software may leave where it removes a weight, as 0.0. Otherwise it is kept bit
-            by bit, and takes as much as any other number.
+        positive_zeros: Store negative zeros, which other software may leave where it removes a weight, as 0.0. Otherwise
+            negative zero is stored like any non-zero value.
         observe: Receives what is being done.
 
     Returns:

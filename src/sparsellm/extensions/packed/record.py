@@ -104,7 +104,8 @@ class Bench(Summarized):
         dense = {(x.threads, x.batch): x.decode for x in self.speeds if x.form == TORCH}
         return [self.caution] * bool(self.caution) + [
             f"{plural(x.threads, 'thread')}, {plural(x.batch, 'sequence')}: {x.decode:.1f} tokens a second packed, "
-            f"{dense[x.threads, x.batch]:.1f} dense; {self.ratio(x, TORCH):.2f} × torch, {self.ratio(x, CEILING):.2f} × ceiling"
+            f"{dense[x.threads, x.batch]:.1f} dense; {self.ratio(x, TORCH):.2f} × torch, "
+            f"{self.ratio(x, CEILING):.2f} of memory's speed"
             for x in self.speeds
             if x.form == PACKED
         ]

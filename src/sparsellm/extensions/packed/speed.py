@@ -75,7 +75,7 @@ def measure_bench(
         else ["no kernel is installed, so that packed weights are decoded for every token: sparsellm info says why"]
     )
     if any(experts_of(module) is not None for module in dense.modules()):
-        notes.append("a token reads only some of the experts: the ceiling counts them all, and is too low")
+        notes.append("the ceiling is too low: it counts all experts, and a token reads only some of them")
     return Bench(
         model=str(packed),
         disk_bytes=sum(file.stat().st_size for file in Path(packed).glob("*.safetensors")),

@@ -293,7 +293,7 @@ def bench(
     """Measure how fast a packed model decodes on this machine's CPU.
 
     Lists tokens a second of the dense model in transformers, of the dense model with this package's kernel, of the packed
-    model, and the ceiling, which is the speed of reading the dense weights; also prefill and memory.
+    model, and memory's speed (the ceiling), which is that of reading the dense weights; also prefill and memory.
 
     Example: sparsellm bench opt-70-packed
     """

@@ -92,7 +92,7 @@ def packed_lines(bench: Bench) -> list[str]:
     """The size and speed of the packed model, and the dense model's."""
     packed, dense = (next(x for x in bench.speeds if x.form == form) for form in (PACKED, TORCH))
     sizes = human_bytes(bench.disk_bytes), human_bytes(bench.memory_bytes[TORCH])
-    ratios = f"{bench.ratio(packed, TORCH):.2f} × torch, {bench.ratio(packed, CEILING):.2f} × ceiling"
+    ratios = f"{bench.ratio(packed, TORCH):.2f} × torch, {bench.ratio(packed, CEILING):.2f} of memory's speed"
     return [
         f"Packed it takes {sizes[0]}, dense {sizes[1]}. On {plural(packed.threads, 'thread')} it decodes",
         f"{packed.decode:.0f} tokens a second packed, {dense.decode:.0f} dense ({ratios}).",

@@ -413,7 +413,7 @@ def speed_plot(bench: Bench) -> Plot:
         axes.set_title(_group(*group), fontsize=9)
     figure.axes[-1].set_xlabel("tokens a second")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right")
-    text = "Tokens decoded a second. The dashed line is the ceiling: the speed at which memory can deliver the dense weights."
+    text = "Tokens decoded a second. The dashed line is memory's speed: that of reading all dense weights a token."
     rows = [[_group(x.threads, x.batch), x.form, f"{x.decode:,.1f}"] for x in bench.speeds]
     return Plot("speed", "Decoding speed", text, ["threads and sequences", "form", "tokens a second"], rows, figure)
 

@@ -316,9 +316,10 @@ def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequ
             without[recipe.method] = None
         cells.setdefault(key if unused else f"{key} {cell.name}", cell)
     _check_distinct(list(cells.values()))
-    lines = [f"Cells of {' and '.join(without)} leave out settings of other methods: effort."] if without else []
+    who = ("have", "their") if len(without) > 1 else ("has", "its")
+    lines = [f"{' and '.join(without)} {who[0]} no `effort`; {who[1]} cells ignore it."] if without else []
     if len(cells) < len(combinations):
-        lines.append("Combinations that differ in these only are one cell.")
+        lines.append("Combinations that differ in it only are one cell.")
     return list(cells.values()), " ".join(lines)
 
 

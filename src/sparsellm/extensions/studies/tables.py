@@ -204,7 +204,7 @@ SPEED_COLUMNS = ["form", "sequences", "tokens/s", "× torch", "× ceiling", "pre
 LEGEND = (
     "tokens/s: tokens decoded a second, of all sequences together.",
     "× torch: relative to the dense model in transformers.",
-    "× ceiling: relative to reading the dense weights once for every token.",
+    "× ceiling: share of memory's speed, which is that of reading all dense weights for every token.",
     "prefill/s: tokens of the prompts read a second. memory: bytes of the weights.",
 )
 
