@@ -20,7 +20,7 @@ LINES = {
     "checkpoints": 3_098,
     "cli": 1_397,
     "evaluation": 1_007,
-    "extensions": 14_909,
+    "extensions": 14_908,
     "methods": 2_551,
     "models": 2_127,
     "observers": 700,

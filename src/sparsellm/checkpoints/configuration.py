@@ -240,7 +240,7 @@ def _check_dtypes(name: str, fields: Mapping[str, Any]) -> None:
         field = "torch_dtype" if part.get("dtype") is None else "dtype"  # as transformers reads them
         if part.get(field) not in (None, *FLOATS):
             raise BadCheckpoint(
-                f"{name}: config.json says {where}{field} {str(part[field])[:80]!r}, which no weights are loaded in. "
+                f"{name}: config.json says {where}{field} {str(part[field])[:80]!r}, and weights cannot be loaded in it. "
                 f"Write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, or remove the field: the weight files then decide."
             )
 
@@ -327,7 +327,7 @@ def _error_text(error: Exception) -> str:
 
 
 def check_fields(name: str, fields: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Raise BadCheckpoint if config.json has a field twice, by its name of today and an older one, with different values.
+    """Raise BadCheckpoint if config.json gives a field different values by its present and by an older name.
 
     Args:
         fields: The fields of config.json.
@@ -339,14 +339,14 @@ def check_fields(name: str, fields: Mapping[str, Any], config: PretrainedConfig)
             if first[1] != second[1]:
                 (one, value), (other, different) = first, second
                 raise BadCheckpoint(
-                    f"{name}: config.json says {where}{one} {value!r} and {where}{other} {different!r}, two names of the same, "
-                    "and programs differ in which one they read. Remove the wrong one."
+                    f"{name}: config.json contradicts itself: {where}{one} is {value!r}, and {where}{other} is {different!r}. "
+                    "Remove the wrong one."
                 )
     _check_class(name, fields)
 
 
 def _doubles(part: Mapping[str, Any], config: Any) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Pairs of fields that are two names of the same, with their values; fields without a value are left out."""
+    """Pairs of names of one field, with their values; fields without a value are left out."""
     given = {key: value for key, value in part.items() if value is not None}
     if "dtype" in given and "torch_dtype" in given:
         yield ("dtype", str(given["dtype"]).split(".")[-1]), ("torch_dtype", str(given["torch_dtype"]).split(".")[-1])
@@ -382,8 +382,8 @@ def _check_class(name: str, fields: Mapping[str, Any]) -> None:
                 types.add(of)
     if types and not any(kind.startswith(of) or of.startswith(kind) for of in types):  # such as gemma3 and gemma3_text
         raise BadCheckpoint(
-            f"{name}: config.json says model_type {kind!r}, and the class {listed[0]} of its architectures is that of "
-            f"{min(types)!r}: programs differ in which one they read. Correct the wrong one."
+            f"{name}: config.json contradicts itself: model_type is {kind!r}, and the class {listed[0]} in architectures is "
+            f"that of {min(types)!r}. Correct the wrong one."
         )
 
 

@@ -160,7 +160,7 @@ def reader_of(name: str, fields: Mapping[str, Any]) -> Reader | None:
     if kind is None:
         read = ", ".join(sorted(names_of("readers")))
         raise UnsupportedModel(
-            f"{name} is quantized by {method[:40]}, which is not read; what is read is {read}. Prune the plain checkpoint that "
+            f"{name} is quantized by {method[:40]}, which is not supported; {read} are. Prune the plain checkpoint that "
             "it was made from, or dequantize it with the program that wrote it."
         )
     reader: Reader = kind(name, fields)

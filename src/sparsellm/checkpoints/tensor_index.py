@@ -318,7 +318,7 @@ def tensor_digests(file: Path) -> dict[str, TensorDigest]:
     digests: dict[str, TensorDigest] = {}
     for key, header in read_headers(file, decoded=False).items():
         if header.dtype.startswith("float") and header.dtype not in FLOATS:
-            raise BadCheckpoint(f"{file.name} holds {key[:200]} in {header.dtype}, which is not read. Take a plain checkpoint.")
+            raise BadCheckpoint(f"{file.name} holds {key[:200]} in {header.dtype}, an unknown dtype. Take a plain checkpoint.")
         hasher, finite, zeros = hashlib.blake2b(digest_size=DIGEST_BYTES), True, [0, 0]
         for chunk in stored_row_chunks(TensorLocation(file, key), decoded=False):
             hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)

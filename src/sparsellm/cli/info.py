@@ -35,7 +35,7 @@ Method = Annotated[str | None, typer.Argument(metavar="METHOD", help="Show a met
 def info(context: typer.Context, method: Method = None, as_json: options.JsonOption = False) -> None:
     """Show this machine, its measured choices, methods and extensions.
 
-    Measures which computations are faster here.
+    Measures which implementations are faster on it.
 
     Example: sparsellm info
     """

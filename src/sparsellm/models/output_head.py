@@ -182,8 +182,8 @@ def check_causal(model: PreTrainedModel, logits: Tensor, others: Tensor, *, dtyp
     moved = (logits[:, :-1].float() - others[:, :-1].float()).abs().max()
     if moved > math.sqrt(torch.finfo(dtype).eps) * logits.abs().max():
         raise UnsupportedModel(
-            f"A {type(model).__name__} is not causal on text alone: what it predicts of a token depends on it and later ones. "
-            "It can be pruned for its activations on text, but its perplexity and answers there would mean nothing."
+            f"A {type(model).__name__} is not causal on text alone: its prediction of a token depends on it and later ones. "
+            "It can be pruned, but it has no perplexity and no accuracy on text alone."
         )
 
 

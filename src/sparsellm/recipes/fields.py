@@ -210,12 +210,12 @@ class RunFields(BaseModel):
     )
     documents: Literal["auto", "whole", "joined"] = _data(
         "auto",
-        "Sequences are whole documents, cut at the length, or cut from all documents joined; auto is whole for chats.",
+        "whole: sequences are documents, cut at the length; joined: cut from all documents together; auto: whole for chats.",
     )
     bos: Literal["auto", "yes", "no"] = _data(
         "auto",
-        "Begin each sequence with the tokenizer's BOS token; auto is where it adds one, but for c4, wikitext2 and ptb with OPT"
-        " and LLaMA, which are divided as in the papers.",
+        "Begin each sequence with the BOS token; auto: if the tokenizer adds one, except for c4, wikitext2 and ptb with OPT and"
+        " LLaMA, which are cut as in the papers.",
     )
     samples: int = option(128, "Number of calibration sequences.", least=1)
     sequence_length: int | None = option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", least=2)
@@ -248,15 +248,15 @@ class RunFields(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _machine("auto", "Data type; auto is the stored one.")
     compute_dtype: Literal["auto", "float32", "bfloat16"] = _machine(
         "auto",
-        "Data type of matrix products in passes and gradient steps; auto is bfloat16 for bfloat16 models where the processor"
-        " is measured to be faster with it.",
+        "Data type of matrix products in passes and gradient steps; auto is bfloat16 for bfloat16 models if the processor"
+        " is faster with it.",
         essential=False,
     )
     batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", least=1, traits=("machine",))
 
     plugin: Names = method_option(
         (),
-        "Module that brings methods, steps or patterns that are named; or MODULE:CLASS, for one of them.",
+        "Module with methods, steps or patterns to use by name; or MODULE:CLASS, for one of them.",
         traits=("machine", "memory"),
     )
 
@@ -321,7 +321,7 @@ class PruneFields(RunFields, FurtherFields):
         {}, "Setting of the method; sparsellm info METHOD lists them.", spelled="set", validate_default=True
     )
     then: tuple[str | dict[str, Any], ...] = method_option(
-        (), "Step of the whole model after its blocks, by its name; with settings as '{name: NAME, SETTING: VALUE}'."
+        (), "Step for the whole model after its blocks, by name; with settings as '{name: NAME, SETTING: VALUE}'."
     )
     effort: Literal["fast", "standard", "best"] = option(
         "standard",
@@ -335,7 +335,7 @@ class PruneFields(RunFields, FurtherFields):
     )
     blocks: str = layers_option("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
     include: Names = layers_option((), "Prune only layers of this name, glob, re:REGEX or type.")
-    exclude: Names = layers_option((), "Do not prune such layers, named as for include.")
+    exclude: Names = layers_option((), "Do not prune layers of this name, glob, re:REGEX or type.")
     keep_zeros: bool = layers_option(False, "Keep weights that are zero in the dense model at zero.", essential=False)
 
     @field_validator("then", mode="before")

@@ -86,7 +86,7 @@ def check_unchanged_scores(subject: Pattern) -> None:
             if not torch.equal(scores, before):
                 fail("The scores are changed in place.", "Change a copy.")
             if not torch.equal(first, pattern.keep(scores.T.contiguous().T, per_row=per_row)):
-                fail("Scores that are stored by columns give another mask.", "Do not rely on the memory of a tensor.")
+                fail("The mask depends on how scores are stored in memory.", "Do not rely on the memory of a tensor.")
 
 
 def check_pruned_masks(subject: Pattern) -> None:

@@ -174,7 +174,7 @@ def check_layer_order(solver: LayerSolver) -> None:
             seed_everything(0)
             answers[number] = answer(solver, problems[number])
     if not all(torch.equal(first[number], last[number]) for number in first):
-        fail("In another order of the layers a weight is another one.", "Keep nothing from one solve for the next.")
+        fail("A weight depends on the order of the layers.", "Keep nothing from one solve for the next.")
 
 
 def check_determinism(solver: LayerSolver) -> None:
@@ -185,7 +185,7 @@ def check_determinism(solver: LayerSolver) -> None:
         answers.append(answer(solver, layer_problem(solver)))
     if not torch.equal(*answers):
         mend = "Draw from a torch.Generator with a seed that is a field of the class."
-        fail("With other states of torch's, Python's and NumPy's generators the answer is another one.", mend)
+        fail("The answer depends on the states of torch's, Python's and NumPy's generators.", mend)
 
 
 def check_processes(solver: LayerSolver) -> None:

@@ -71,8 +71,8 @@ class TokenizedText:
         self._refused: dict[int, str] = {}
         if self.whole and text.rows:
             raise BadText(
-                f"{text.source} is one text, of which `documents='whole'` would take parts. Leave it out, or take a file with "
-                "several documents, such as a .jsonl file."
+                f"{text.source} is one text, and `documents='whole'` needs several documents. Leave it out, or take a "
+                "file with more, such as a .jsonl file."
             )
         if text.chats and tokenizer.chat_template is None:
             raise BadText(

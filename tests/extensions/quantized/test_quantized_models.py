@@ -383,7 +383,7 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, A
         "AWQ",
         lambda stored: stored.update({"model.layers.0.mlp.act_fn.scales": torch.ones(96)}),
         {},
-        r"act_fn.scales scales activations, which AWQ does in some families, and that is not read",
+        r"AWQ scales of activations .*act_fn.scales",
     ),
     "plain and quantized": (
         "GPTQ",

@@ -101,9 +101,7 @@ def test_a_finished_cell_of_an_earlier_version(files: Path) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
     told: list[Event] = []
     sparsellm.sweep(sweep([0, 1]), "out", observe=told.append)
-    assert [x.text for x in told if isinstance(x, Note) and "earlier version" in x.text] == [
-        "1 finished cell of an earlier version may be of other files than those of now"
-    ]
+    assert len([x for x in told if isinstance(x, Note) and "1 finished cell of an earlier version" in x.text]) == 1
 
 
 def test_the_cache_of_accuracies_knows_the_questions(files: Path, questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:

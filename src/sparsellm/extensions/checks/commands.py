@@ -19,9 +19,9 @@ Named = Annotated[
 
 
 def check(context: typer.Context, name: Named) -> None:
-    """Check a solver, method or pattern against every promise.
+    """Check a solver, method or pattern against its contract.
 
-    Prints a line for each promise, and exits with status 1 if one is broken.
+    Prints a line for each check, and exits with status 1 if one fails.
 
     Example: sparsellm check wanda
     """

@@ -13,7 +13,7 @@ ToExport = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a prun
 ExportedOut = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 ExportValues = Annotated[
     str | None,
-    typer.Option("--values", metavar="[int4|int8]", help="What to round a model to that was pruned without --values."),
+    typer.Option("--values", metavar="[int4|int8]", help="Integers to round to, for a model that was pruned without --values."),
 ]
 OverwriteExported = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 

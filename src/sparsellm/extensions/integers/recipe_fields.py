@@ -20,7 +20,7 @@ class IntegerFields(FurtherFields):
 
     in_place_of_sparsity: ClassVar[tuple[str, ...]] = ("bits",)
 
-    bits: float | None = option(None, "Bits a weight, all counted, in place of sparsity.", gt=0, allow_inf_nan=False)
+    bits: float | None = option(None, "Stored bits a weight, in place of sparsity.", gt=0, allow_inf_nan=False)
     values: IntegerName | None = option(None, "Round the kept weights to integers.")
     group_size: int | None = layers_option(
         None,

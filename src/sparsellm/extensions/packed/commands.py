@@ -37,7 +37,7 @@ Embeddings = Annotated[
 ]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
 PositiveZeros = Annotated[
-    bool, typer.Option("--positive-zeros", help="Store -0.0, which some software leaves for removed weights, as 0.0.")
+    bool, typer.Option("--positive-zeros", help="Store negative zeros, which some software leaves for removed weights, as 0.0.")
 ]
 OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
 OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
@@ -131,7 +131,7 @@ def print_packed(console: Console, result: Packed) -> None:
         print_text(f"{stay} dense: {names}.")
     if negative := sum(matrix.negative_zeros for matrix in result.packed):
         print_text(
-            f"{negative:,} zeros are -0.0 and stored like other numbers; --positive-zeros stores them as 0.0, which takes less."
+            f"{negative:,} zeros are negative and stored like other values; --positive-zeros makes them 0.0, which takes less."
         )
     if result.skipped:
         print_text(f"Not copied: {', '.join(result.skipped)}.")

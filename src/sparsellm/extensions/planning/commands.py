@@ -101,7 +101,7 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
         if plan.recipe.sets_patterns_later:
             print_line(console, f"The allocation rule {rule} chooses each layer's pattern once the layers are measured.")
         elif plan.recipe.allocates:
-            print_line(console, f"The allocation rule {rule} changes each layer's sparsity and keeps that of all together.")
+            print_line(console, f"The allocation rule {rule} changes each layer's sparsity and keeps the total.")
     placement, peak = plan.placement, plan.peak
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     count = plural(sum(plan.layers.values()), "layer")

@@ -172,7 +172,7 @@ def _description(scheme: Scheme, dtype: str, activation_scales: int) -> Callable
     def describe(name: str, stored: int, parameters: int) -> str:
         return (
             f"{name} is quantized ({scheme.name}, {human_bytes(stored)}): each weight is dequantized as it is read"
-            f"{default}, and outputs hold plain weights; the model takes {human_bytes(2 * parameters)} in 16 bits a number"
+            f"{default}, and outputs are not quantized; the model takes {human_bytes(2 * parameters)} in 16 bits"
             f"{left_out}"
         )
 
@@ -226,7 +226,7 @@ def _weight(
     first = next(iter(parts.values()))
     where = f"{first[0].name}: {weight[:120]}"
     if isinstance(scheme, AWQ) and list(parts) == [scheme.scales_in]:
-        raise UnsupportedModel(f"{first[1][:120]} scales activations, which AWQ does in some families, and that is not read.")
+        raise UnsupportedModel(f"AWQ scales of activations are not supported, and {first[1][:120]} is one.")
     if wrong := next((x for x in stored.values() if min(x.shape, default=1) < 1 or not hasattr(torch, x.dtype)), None):
         raise BadCheckpoint(f"{where} has a part of shape {list(wrong.shape)} in {wrong.dtype}. Get a sound copy.")
     numbers = next((stored[ending] for ending in scheme.numbers_in if ending in parts), None)
@@ -237,7 +237,7 @@ def _weight(
         )
     if numbers.dtype.startswith("float") and numbers.dtype not in (*FLOAT8, *FLOATS_READ):
         raise UnsupportedModel(
-            f"{where} is in {numbers.dtype}, which is not read; what is read is {READ}. Prune the plain checkpoint that it was "
+            f"{where} is in {numbers.dtype}, which is not supported; {READ} are. Prune the plain checkpoint that it was "
             "made from, or dequantize it with the program that wrote it."
         )
     try:

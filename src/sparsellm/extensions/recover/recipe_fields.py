@@ -19,7 +19,7 @@ class RecoveryFields(RunFields):
         None, "Maximum number of gradient steps.", "100 for each block, 1200 for the whole model", least=1
     )
     patience: int | None = method_option(
-        None, "Stop after this many of the 10 validations in a row without a new lowest loss.", "no early stop", gt=0, lt=10
+        None, "Stop after this many validations in a row, of 10, without a new lowest loss.", "no early stop", gt=0, lt=10
     )
     lora_rank: int = method_option(16, "Rank of the changes that lora trains.", least=1)
     lora_targets: Names = method_option((), "Layers that lora changes, by name, glob, re:REGEX or type.", "all pruned ones")

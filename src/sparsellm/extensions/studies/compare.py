@@ -258,7 +258,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
         if len({tuple(sorted(files.values())) for run in runs if (files := run.files_of(text))}) > 1:
             yield f"The perplexity on {text} is on different texts of that name: the file was changed between the runs."
     if any(run.weights.keys() != runs[0].weights.keys() or not run.weights for run in runs):
-        yield f"Whether all runs are of the same {runs[0].model} is not known: not all name the same files that they read."
+        yield f"Runs may be of different versions of {runs[0].model}: their reports do not all name the files that they read."
     for (text, *_), dense in values.items():
         if dense and max(dense) > (1 + SAME_TEXT) * min(dense):
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."

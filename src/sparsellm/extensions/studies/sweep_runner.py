@@ -162,8 +162,9 @@ class FinishedInputs(SameInputs):
             first, recorded = self._cells.get(name, (folder, files))
             if first and (difference := changed_input({name: recorded}, {name: files})):
                 raise OtherContents(
-                    f"{difference}. The finished cell {first.cell.name!r} has read the earlier one, and its results do not go "
-                    f"with others. Put the files back, name another folder, or remove {first.folder} to run that cell again."
+                    f"{difference}. The finished cell {first.cell.name!r} has read the earlier one, and new results "
+                    "cannot be compared with its own. Put the files back, name another folder, or remove "
+                    f"{first.folder} to run that cell again."
                 )
             if folder:
                 self._cells.setdefault(name, (folder, files))
@@ -206,9 +207,7 @@ def run_sweep(
     runs = RunSet(observe, path / "dense", inputs)
     done = [folder.result.exists() or (folder.failure.exists() and not retry) for folder in cell_folders]
     if inputs.unknown and not all(done):
-        observe(
-            Note(f"{plural(inputs.unknown, 'finished cell')} of an earlier version may be of other files than those of now")
-        )
+        observe(Note(f"{plural(inputs.unknown, 'finished cell')} of an earlier version may have read other files"))
     passes = itertools.product((False, True), enumerate(cell_folders, 1))
     for second_pass, (number, cell_folder) in passes:  # two passes: a process that reads the state of a cell locks it briefly
         if cell_folder.result.exists() or (cell_folder.failure.exists() and (second_pass or not retry)):

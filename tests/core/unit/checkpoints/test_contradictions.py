@@ -23,15 +23,15 @@ def check(kind: str, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "named"),
     [
-        ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype 'float32' and torch_dtype 'bfloat16'"),
-        ("llama", {"rope_theta": 1e4, "rope_parameters": ROPE}, "rope_theta 10000.0 and rope_parameters.rope_theta 500000.0"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": ROPE}, "rope_scaling.type 'linear'"),
-        ("llama", {"rope_scaling": {"factor": 4.0}, "rope_parameters": ROPE}, "4.0 and rope_parameters.factor 8.0"),
-        ("llama", {"rope_scaling": {"rope_type": "linear"}, "rope_parameters": {"rope_theta": 1e4}}, "rope_type 'default'"),
-        ("gpt2", {"n_layer": 3, "num_hidden_layers": 2}, "num_hidden_layers 2 and n_layer 3"),
-        ("gpt2", {"n_head": 3, "num_attention_heads": 2}, "num_attention_heads 2 and n_head 3"),
-        ("gemma3", {"text_config": {"dtype": "float32", "torch_dtype": "float16"}}, "text_config.dtype 'float32'"),
-        ("llama", {"architectures": ["MistralForCausalLM"]}, "model_type 'llama', and the class MistralForCausalLM"),
+        ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype is 'float32', and torch_dtype is 'bfloat16'"),
+        ("llama", {"rope_theta": 1e4, "rope_parameters": ROPE}, "rope_theta is 10000.0, and rope_parameters.rope_theta is"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": ROPE}, "rope_scaling.type is 'linear'"),
+        ("llama", {"rope_scaling": {"factor": 4.0}, "rope_parameters": ROPE}, "4.0, and rope_parameters.factor is 8.0"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}, "rope_parameters": {"rope_theta": 1e4}}, "rope_type is 'default'"),
+        ("gpt2", {"n_layer": 3, "num_hidden_layers": 2}, "num_hidden_layers is 2, and n_layer is 3"),
+        ("gpt2", {"n_head": 3, "num_attention_heads": 2}, "num_attention_heads is 2, and n_head is 3"),
+        ("gemma3", {"text_config": {"dtype": "float32", "torch_dtype": "float16"}}, "text_config.dtype is 'float32'"),
+        ("llama", {"architectures": ["MistralForCausalLM"]}, "model_type is 'llama', and the class MistralForCausalLM"),
     ],
 )  # fmt: skip
 def test_two_names_of_a_field_and_the_class_of_another_type(kind: str, fields: dict[str, Any], named: str) -> None:
