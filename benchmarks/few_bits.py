@@ -227,7 +227,7 @@ def chart() -> str:
             axes.set(title=model, yscale="log", xlim=(0.8, 8.4), ylim=(0.8 * FLOOR, 1))
         handles = figure.axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8)
-        figure.supylabel("excess of the log-perplexity, logarithmic")
+        figure.supylabel("excess, logarithmic; 0.01 loses 1 % of perplexity")
         for axes in figure.axes[2:]:  # a label of the whole figure would lie on the legend
             axes.set_xlabel("bits a weight")
     return svg_of(figure, "few-bits")

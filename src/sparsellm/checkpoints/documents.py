@@ -87,7 +87,7 @@ def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, writ
 
 
 def copy_documents(folder: Path, documents: DocumentFiles, target: Path) -> None:
-    """Copy the files that go along, byte for byte but for the paths in configurations: see `without_paths`."""
+    """Copy the files that go along, byte for byte, except for paths in configurations: see `without_paths`."""
     for name in documents.copied:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if fnmatch(str(name), "*config*.json"):
@@ -152,7 +152,7 @@ def _left_out(name: Path, file: Path, *, trusted: bool, modules: Collection[str]
 
 @contextmanager
 def folder_for_transformers(folder: Path) -> Iterator[Path]:
-    """The folder, or one of links to its files where transformers would read it otherwise than it is meant.
+    """The folder, or a folder of links to its files where transformers would misread it.
 
     transformers loads an adapter that lies beside a model where PEFT is installed, and no config.json that begins with a
     byte-order mark.
@@ -235,7 +235,7 @@ def plain_config(text: str) -> str:
 
 
 def with_dtype(text: str, dtype: torch.dtype) -> str:
-    """Set every dtype in a configuration, in the spelling that is there, or add the one that its transformers reads."""
+    """Set every dtype in a configuration, by the name that it has, or add the field that its version of transformers reads."""
     name = dtype_name(dtype)
     changed, count = re.subn(r'("(?:torch_)?dtype"\s*:\s*)(?:"[^"]*"|null)', rf'\g<1>"{name}"', text)
     if count:

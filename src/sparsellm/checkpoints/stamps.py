@@ -64,7 +64,7 @@ class Stamps:
 
 @contextmanager
 def unchanged(*sources: Stamps, ignored: Collection[str] = ()) -> Iterator[None]:
-    """Make something from checkpoints: what fails because one was changed is reported as that, and so is what does not fail.
+    """Raise SourceChanged if checkpoints were changed within the context, also in place of another error.
 
     Args:
         ignored: Names of files that do not matter.

@@ -217,7 +217,7 @@ class Totals:
         return f"{before:.2f} % were zero before and {after:.2f} % are now" if self.sparsity_before >= NOTABLE else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without what there is none of."""
+        """Plain data, without entries that are absent."""
         optional = ("sparsity_before", "bits_of_pruned_layers")
         data = {name: value for name, value in asdict(self).items() if value or name not in optional}
         return data | {"sparsity_of_model": self.sparsity_of_model}

@@ -177,7 +177,7 @@ def export(
     Args:
         model: Folder of a pruned model, hub name, or "demo:opt".
         output: Folder to write.
-        values: What a model is rounded to that was pruned without `values`.
+        values: Integers to round to, for a model that was pruned without `values`.
         overwrite: Replace an existing folder that sparsellm wrote.
         observe: Receives what is being done.
 

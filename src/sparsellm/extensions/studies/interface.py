@@ -273,7 +273,7 @@ def bench(
         observe: Called with what is measured next.
 
     Returns:
-        Speeds, ceilings and sizes; `describe()` has the packed model's in sentences, `to_dict()` all values.
+        Speeds, memory's among them, and sizes; `describe()` has the packed model's in sentences, `to_dict()` all values.
 
     Raises:
         InvalidSetting: A number is out of range, the dense model has other shapes, `output` is a folder or inside an output, or

@@ -76,7 +76,7 @@ def decode_matrix(parts: Mapping[str, Tensor], entry: PackedEntry) -> Bitmask:
 
 
 def dense_tensor(matrix: Bitmask, entry: PackedEntry) -> Tensor:
-    """Return the tensor that a matrix was encoded of, in its dtype; of a quantized one, as it is once it is rounded."""
+    """Return the tensor that a matrix was encoded from, in its dtype; a quantized one after rounding."""
     return entry.tensor_of(kernels.decode_rows(matrix, dtype=getattr(torch, entry.dtype)))
 
 

@@ -160,7 +160,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Let transformers load packed checkpoints too. Importing this file has done so."""
+    """Let transformers load packed checkpoints too."""  # by the import of this file
 
 
 def load(
