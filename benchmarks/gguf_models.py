@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -170,8 +171,13 @@ def bits_of(file: Path) -> float:
 
 def perplexity(file: Path, windows: Tensor) -> float:
     """Exponential of the mean loss of all predictions of sequences, (sequences, length), that llama.cpp computes."""
-    count, length = windows.shape
-    losses = []
+    return math.exp(mean(losses(file, windows)))
+
+
+def losses(file: Path, windows: Tensor) -> list[float]:
+    """The mean loss of each of some sequences, (sequences, length), that llama.cpp computes."""
+    length = windows.shape[1]
+    found = []
     with opened(file) as model:
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = length
@@ -188,7 +194,7 @@ def perplexity(file: Path, windows: Tensor) -> float:
             if llama_cpp.llama_decode(context, batch):
                 raise RuntimeError("llama.cpp could not decode")
             logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (length, vocabulary))
-            losses.append(float(cross_entropy(torch.from_numpy(logits[:-1].copy()), torch.tensor(sequence[1:]))))
+            found.append(float(cross_entropy(torch.from_numpy(logits[:-1].copy()), torch.tensor(sequence[1:]))))
         llama_cpp.llama_batch_free(batch)
         llama_cpp.llama_free(context)
-    return math.exp(sum(losses) / count)
+    return found

@@ -35,6 +35,7 @@ import recover_memory
 import results
 import rounding
 import search
+import smaller_faster
 import solvers
 import speed_tables
 import streaming
@@ -49,6 +50,7 @@ from sparsellm.runtime.memory import human_bytes
 
 PAGES = (
     "README.md",
+    "docs/smaller-faster.md",
     "docs/quick-start.md",
     "docs/results.md",
     "docs/calibration.md",
@@ -137,6 +139,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "packing speed": packing.speed_table,
     "processes": processes.table,
     "search": search.table,
+    "smaller, faster": smaller_faster.table,
+    "smaller, faster, models": smaller_faster.quality,
+    "smaller, in short": smaller_faster.in_short,
     "decode": decode.table,
     "decode, in short": decode.in_short,
     "assisted": assisted.table,
