@@ -172,7 +172,7 @@ def table() -> list[str]:
 
 def speed(figures: dict[str, Any], steps: dict[str, float], form: str, sparsity: float, model: str, count: int) -> float:
     """Tokens a second of assisted generation: those of one look, over the time of the draft and of the look."""
-    drafting = count * steps[f"{decode.packed_name(sparsity, 'dense')} | 1"]
+    drafting = count * steps[f"{decode.packed_name(sparsity)} | 1"]
     tokens: float = figures[f"{model} | {sparsity:.0%}"][str(count)]["tokens a look"]
     return tokens / (drafting + steps[f"{form} | {count + 1}"])
 

@@ -5,8 +5,8 @@
     python benchmarks/decode.py table
 
 The models have random weights, and the shapes of TinyLlama-1.1B, OPT-1.3B, and Llama-2-7B with 8 of its 32 blocks. One block
-is made and pruned by magnitude, and the others are copies of it in memory of their own. The head is pruned too, or dense, as
-`sparsellm prune` leaves it unless told. llama.cpp takes part in the first shape if `llama-cpp-python` and `gguf` are installed.
+is made and pruned by magnitude, and the others are copies of it in memory of their own. The head is dense, as `sparsellm prune`
+leaves it unless told. llama.cpp takes part in the first shape if `llama-cpp-python` and `gguf` are installed.
 Each instruction set of the kernels has a file of figures.
 """
 
@@ -83,9 +83,9 @@ INTEGERS = {"70% int8": (0.7, "int8"), "70% int4": (0.7, "int4"), "as --bits 2.3
 """Forms of integers: sparsity and type. `--bits 2.3` gives wt2-llama's layers 3 bits and removes 56 %."""
 
 
-def packed_name(sparsity: float, head: str) -> str:
-    """Name of a packed form. head: "dense" or "pruned"."""
-    return f"packed {sparsity:.0%}, {head} head"
+def packed_name(sparsity: float) -> str:
+    """Name of a packed form."""
+    return f"packed {sparsity:.0%}, dense head"
 
 
 def measure(shapes: Sequence[str]) -> None:
@@ -134,8 +134,7 @@ def make_forms(config: PreTrainedConfig, sparsities: Sequence[float] = SPARSITIE
         forms[KERNEL] = own
     for sparsity in sparsities:
         whole = deepen(packed(one, lambda weight, sparsity=sparsity: pack(weight, sparsity, "bfloat16")), config)
-        forms[packed_name(sparsity, "pruned")] = whole
-        forms[packed_name(sparsity, "dense")] = with_dense_head(whole, forms[TORCH])
+        forms[packed_name(sparsity)] = with_dense_head(whole, forms[TORCH])
     return forms
 
 
@@ -263,7 +262,7 @@ def table() -> list[str]:
 
 def in_short() -> list[str]:
     """How often as fast the usual packed form of the raced shape is as others, from the least to the most over the threads."""
-    own = packed_name(0.7, "dense")
+    own = packed_name(0.7)
     others = {
         "the faster dense form": (TORCH, KERNEL),
         "memory's speed": (CEILING,),
@@ -288,9 +287,10 @@ def speed_rows(figures: dict[str, Any]) -> list[str]:
     sizes = {x["form"]: x.get("bytes") for x in figures.get("race", [])}
     ceilings = {(x["threads"], x["form"], x["batch"]): x["ceiling"] for x in figures.get("race", [])}
     rows = []
-    for threads, form in dict.fromkeys((threads, form) for threads, form, _ in speeds):
+    shown = [x for x in dict.fromkeys((threads, form) for threads, form, _ in speeds) if not x[1].endswith("pruned head")]
+    for threads, form in shown:  # figures of earlier runs have heads that are pruned too
         size = figures["memory_bytes"].get(form, sizes.get(form))
-        row = [str(threads), form]
+        row = [str(threads), form.removesuffix(", dense head")]
         for batch in BATCHES:
             speed = speeds[threads, form, batch]
             ceiling = ceilings.get((threads, form, batch), speeds[threads, CEILING, batch])

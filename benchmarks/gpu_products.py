@@ -96,7 +96,7 @@ def quantized(weight: Tensor, keep: Tensor) -> Bitmask:
 def whole_model(device: torch.device, config: PreTrainedConfig = decode.SHAPES[decode.RACED]) -> dict[str, float]:
     """Tokens a second of a model with random weights, dense and packed with a dense head."""
     forms = decode.make_forms(config)
-    chosen = {name: forms[name] for name in (TORCH, decode.packed_name(0.7, "dense"))}
+    chosen = {name: forms[name] for name in (TORCH, decode.packed_name(0.7))}
     return {name: STEPS / min(decoding_seconds(form.to(device), device) for _ in range(3)) for name, form in chosen.items()}
 
 
