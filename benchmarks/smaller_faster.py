@@ -41,7 +41,6 @@ from sparsellm.extensions.packed.record import TORCH
 from sparsellm.extensions.packed.speed import measure_speeds
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.file import read_recipe
-from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.samples import test_windows
 from sparsellm.texts.texts import read_text
@@ -86,7 +85,7 @@ SAME_AS = {"--sparsity 70% --effort fast": "--sparsity 70%"}
 """Forms whose bytes and speed are those of another."""
 
 GGUF = ("Q8_0", "Q4_K_M", "Q2_K")
-DENSE, OURS = "dense", "transformers, with sparsellm"
+DENSE, OURS = "dense", "sparsellm"
 LOADERS = {"dense": "any software", "llama.cpp": "llama.cpp"}
 TRAINED = "wt2-llama"
 """The trained model of the first table: the one that loses most."""
@@ -226,20 +225,20 @@ def words_of(form: str) -> str:
     """A form as the tables name it: the words of `prune`, and of `pack` where it rounds."""
     if form == DENSE or form.startswith("llama"):
         return form
-    return f"`{form.removesuffix(ROUNDED)}`" + (", `pack --embeddings int8`" if form.endswith(ROUNDED) else "")
+    return f"`{form.removesuffix(ROUNDED)}`" + (", `--embeddings int8`" if form.endswith(ROUNDED) else "")
 
 
 def table(name: str = TRAINED, forms: Sequence[str] = ()) -> list[str]:
-    """Bytes and speed of 1.1 billion weights, and bytes and perplexity of a trained model, by form."""
+    """Bytes and perplexity of a trained model, speed and bytes of 1.1 billion weights, by form."""
     speed, rows = read_figures(FILE)["speed"], []
-    for form in forms or (DENSE, *FORMS_PACKED, *(f"llama.cpp {kind}" for kind in GGUF)):
+    smallest = [form for form in FORMS_PACKED if f"{form}{ROUNDED}" not in FORMS_PACKED]
+    for form in forms or (DENSE, *smallest, *(f"llama.cpp {kind}" for kind in GGUF)):
         timed = speed.get(SAME_AS.get(form, form), {})
         share, change = ("100%", "") if form == DENSE else shown(name, form)
-        size = timed.get("bytes")
-        gigabytes = f"{human_bytes(size)} ({size / speed[DENSE]['bytes']:.0%})" if size else ""
+        size = f"{timed['bytes'] / 1e9:.2f} ({timed['bytes'] / speed[DENSE]['bytes']:.0%})" if timed else ""
         loader = LOADERS.get(form.split()[0], OURS)
-        rows.append([words_of(form), gigabytes, f"{timed['tokens']:.1f}" if timed else "", share, change, loader])
-    head = ["form", f"bytes, {SHAPE}", "tokens/s", f"bytes, {name}", f"perplexity, {name}", "loaded by"]
+        rows.append([words_of(form), share, change, f"{timed['tokens']:.1f}" if timed else "", size, loader])
+    head = ["form", f"bytes, {name}", "perplexity", f"tokens/s, {SHAPE}", "GB", "loaded by"]
     lines = markdown_table(head, rows, left=(0, 5))
     return [*lines, "", f"{read_figures(FILE)['machine']}; memory delivers {speed['bandwidth'] / 1e9:.0f} GB/s."]
 
