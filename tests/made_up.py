@@ -33,6 +33,12 @@ TEXT = "words & <b>.txt"
 CURVE = (CurvePoint(0, None, 2.0), CurvePoint(5, 1.9, 1.6), CurvePoint(10, 1.5, 1.7))
 MODEL = "some/opt-125m"
 
+SIZE: dict[str, Any] = {"weight_bytes": 2 * 2**20, "resolved": {"dtype": "torch.bfloat16"}}
+"""Fields of the report of a model of 2 MiB."""
+
+SHAPE = (100, 1000)
+"""A shape of which packing saves more than a header takes."""
+
 
 def perplexity(value: float, error: float | None = None, parts: Parts | None = None) -> Perplexity:
     """A perplexity on a few sequences."""
@@ -50,11 +56,11 @@ def accuracy(value: float, error: float | None = None, metric: str = "acc") -> A
 
 
 def layer(name: str, pattern: str = "70%", error: float = 0.1, **fields: Any) -> LayerResult:
-    """A layer of 1,000 weights with as many zeros as its pattern removes."""
-    parsed = parse_pattern(pattern)
-    zeros = round(1000 * parsed.sparsity)
+    """A layer of 1,000 weights, or of another shape, with as many zeros as its pattern removes."""
+    parsed, shape = parse_pattern(pattern), fields.pop("shape", (10, 100))
+    zeros = round(math.prod(shape) * parsed.sparsity)
     given = {"known": "Gram", "damping": 0.01, "tokens": 256, "epoch": 1, "seconds": 0.1} | fields
-    return LayerResult(name, parsed, (10, 100), zeros, error, **given)
+    return LayerResult(name, parsed, shape, zeros, error, **given)
 
 
 def report(recipe: Any = None, **fields: Any) -> Report:
@@ -79,9 +85,9 @@ def blocks(*patterns: str, error: float = 0.1, **fields: Any) -> list[BlockResul
 
 
 def written(folder: Path, report: Report) -> Path:
-    """The folder of a run that was verified, with a file of weights of 3 kB."""
+    """The folder of a run that was verified."""
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(bytes(3000))
+    (folder / "model.safetensors").touch()
     report.files, report.digests = ("model.safetensors",), Digests({}, {}, "")
     report.digests = Digests({}, {}, report_digest(report.to_dict()))
     (folder / REPORT).write_text(strict_json(report.to_dict()), encoding="utf-8")
@@ -108,6 +114,7 @@ def a_run(place: Path) -> Path:
         place / "out <b>",
         report(
             recipe,
+            **SIZE,
             blocks=[replace(first, epochs=epochs), replace(second, epochs=published)],
             environment={"sparsellm": "0.0", "torch": "<0.0>"},
             calibration=f"4 sequences of 64 tokens of {TEXT}",
@@ -119,7 +126,7 @@ def a_run(place: Path) -> Path:
             recovered=TrainingResult(2.0, 1.6, 5, curve=CURVE),
             sections={
                 "search": SearchResult("a perplexity increase of at most 20 %", points),
-                "packing": Packed("plain", 4 * 2**20, 2**20, (matrix,), bench=bench),
+                "packing": Packed("plain", 2 * 2**20, 2**20, (matrix,), bench=bench),
             },
         ),
     )
@@ -129,13 +136,15 @@ def some_runs(place: Path) -> list[Path]:
     """Runs of one model: of 2:4, of other sequences and tasks, and a recovery."""
     half = report(
         Recipe(model=MODEL, method="wanda", sparsity="50%", calibration="demo"),
-        blocks=blocks("50%", "50%", error=0.2),
+        **SIZE,
+        blocks=blocks("50%", "50%", error=0.2, shape=SHAPE, bits=4, bits_per_weight=3.1),
         perplexity=pruned(3.1, 4.12, 5.1),
         tasks={"boolq": {"pruned": accuracy(0.5)}, "wikitext": {"pruned": accuracy(12.5, metric="word_perplexity")}},
     )
     two_four = report(
         Recipe(model=MODEL, method="sparsellm", effort="fast", sparsity="2:4", calibration="demo"),
-        blocks=blocks("2:4", "2:4", "2:4"),
+        **SIZE,
+        blocks=blocks("2:4", "2:4", "2:4", shape=SHAPE),
         perplexity=pruned(3.0, 4.1, 4.96),
         tasks={"boolq": {"pruned": accuracy(0.6, 0.01)}},
     )
@@ -145,7 +154,8 @@ def some_runs(place: Path) -> list[Path]:
     )
     recovered = report(
         RecoveryRecipe(model=MODEL, pruned="two-four", calibration="demo"),
-        blocks=blocks("2:4", "2:4", "2:4", error=0.05),
+        **SIZE,
+        blocks=blocks("2:4", "2:4", "2:4", error=0.05, shape=SHAPE),
         pruned=PrunedReport(two_four.recipe, perplexity=two_four.perplexity),
         perplexity=pruned(3.0, 4.05, 4.96),
         recovered=TrainingResult(2.0, 1.6, 5, curve=CURVE),
@@ -178,10 +188,11 @@ def a_sweep(place: Path) -> Path:
                 folder.fail(ValueError("There is no model <none>."))
             continue
         error, bits = 0.1 + 0.01 * number, 2.5 + (cell.labels["sparsity"] == "50%")
-        first, second = blocks(cell.recipe.sparsity, error=error, bits=4, group_size=0, bits_per_weight=bits)
+        first, second = blocks(cell.recipe.sparsity, error=error, bits=4, group_size=0, bits_per_weight=bits, shape=SHAPE)
         epochs = tuple(EpochResult("h.0", n, "published", error / n, True, (1 + error) / n) for n in (1, 2))
         found = report(
             cell.recipe,
+            **SIZE,
             blocks=[replace(first, epochs=epochs), second],
             perplexity=pruned(3.0 + error, 4.1 + error, 5.0 + 2 * error, text=cell.recipe.calibration),
             notes=["the texts are short"] if number < 3 else [],

@@ -229,18 +229,19 @@ def test_type_checkers_know_the_keywords(tmp_path: Path) -> None:
     assert sorted(set(re.findall(r"calls\.py:(\d+): error", said))) == ["3", "4", "5", "6"], said
 
 
-def test_a_result_prints_in_three_lines(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
-    """Method, sparsity and perplexity; in notebooks as a table whose texts are escaped."""
+def test_a_result_prints_in_four_lines(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Method, sparsity, perplexity and size; in notebooks as a table whose texts are escaped."""
     result = sparsellm.prune(tiny["opt"], "magnitude", "2:4", evaluate=str(text_file), sequence_length=32, evaluate_limit=2)
-    model, sparsity, perplexity = repr(result).splitlines()
+    model, sparsity, perplexity, size = repr(result).splitlines()
     assert model.startswith(f"model: {tiny['opt'].name}, pruned by magnitude, ")
     assert re.fullmatch(r"sparsity: 50\.00 % of the weights in 18 pruned layers, \d+\.\d\d % of the model", sparsity)
     assert re.fullmatch(rf"perplexity: [\d.]+ ± [\d.]+ → [\d.]+ ± [\d.]+ \(.* ± [\d.]+ %\)* on {text_file.name}", perplexity)
+    assert size == f"size: {result.report.sizes}"
     assert repr(result.report) == repr(result)
     copied = tmp_path / "<b>model"
     shutil.copytree(tiny["opt"], copied)
     result = sparsellm.prune(copied, "magnitude", "2:4")
-    assert repr(result).endswith("\nperplexity: not measured")
+    assert "\nperplexity: not measured\n" in repr(result)
     assert "<td>&lt;b&gt;model, pruned by" in result._repr_html_()
 
 

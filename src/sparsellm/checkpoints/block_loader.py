@@ -114,16 +114,16 @@ class DiskWeights(Weights):
         read = read_finite if isinstance(self._empty[name], nn.Parameter) else read_stored
         return read(location, dtype).to(dtype)
 
-    def size(self) -> tuple[int, int]:
-        """Return the number of parameters, tied ones counted once, and how many of them are zero."""
+    def size(self) -> tuple[int, int, int]:
+        """Return the number of parameters, tied ones counted once, how many of them are zero, and their bytes."""
         counted: set[Owners] = set()
-        count = zeros = 0
+        count = zeros = size = 0
         for name in self._locations:
             if self._owners[name] not in counted and isinstance(getattr(*self._owners[name][0]), nn.Parameter):
                 counted.add(self._owners[name])
                 tensor = self.read(name)
-                count, zeros = count + tensor.numel(), zeros + count_zeros(tensor)
-        return count, zeros
+                count, zeros, size = count + tensor.numel(), zeros + count_zeros(tensor), size + tensor.nbytes
+        return count, zeros, size
 
     def relocate(self, names: Iterable[str], file: Path) -> None:
         """Read these tensors from another safetensors file from now on, in which they have their names in the model."""

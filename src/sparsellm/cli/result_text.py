@@ -14,6 +14,7 @@ from sparsellm.evaluation.results import Accuracy, Evaluation, Perplexity, chang
 from sparsellm.observers.display import percent, with_standard_error
 from sparsellm.outputs.inspection import Inspection, LayerZeros
 from sparsellm.outputs.report import Report, When
+from sparsellm.outputs.sizes import WeightSizes
 
 AnyMeasurement = TypeVar("AnyMeasurement", Perplexity, Accuracy)
 
@@ -35,9 +36,9 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     described = capitalized(described) if report.recovered_nothing else described
     print_line(console, f"{report.recipe.model}: {described}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
-    if bits := report.totals.bits_of_pruned_layers:
-        sparsity += f" and take {bits:.3f} bits a weight"
     print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
+    if report.sizes:
+        print_line(console, f"Weights: {report.sizes}.")
     if report.coverage and (coverage := report.coverage.describe()):
         print_line(console, coverage)
     if report.recovered and (losses := report.recovered.describe()):
@@ -106,11 +107,13 @@ def print_several(console: Console, reports: Mapping[str, Report]) -> None:
         changes = [change_of(report.perplexity.get(x, {})) for x in texts] + [change_of(report.tasks.get(x, {})) for x in tasks]
         return [f"{value} ({change.in_table})" if change else value for value, change in zip(values, changes, strict=True)]
 
-    head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts)]
+    sizes = WeightSizes.columns([report.sizes for report in reports.values()])
+    head = ["output", "zeros, %", *(column[0] for column in sizes), *(f"perplexity on {name}" for name in texts)]
     head += [f"{name}, %" if is_fraction(next(iter(x.values())).metric) else name for name, x in first.tasks.items()]
-    rows = [[first.start, "", *cells(first, "dense")]] if texts or tasks else []
-    for folder, report in reports.items():
-        rows.append([folder, f"{100 * report.sparsity:.2f}", *cells(report, "pruned")])
+    rows = [[first.start, "", *("" for _ in sizes), *cells(first, "dense")]] if texts or tasks else []
+    for number, (folder, report) in enumerate(reports.items(), 1):
+        taken = [column[number] for column in sizes]
+        rows.append([folder, f"{100 * report.sparsity:.2f}", *taken, *cells(report, "pruned")])
     show(console, text_table(head, rows))
     print_line(console, f"Wrote {len(reports)} outputs, each read back and verified.")
 

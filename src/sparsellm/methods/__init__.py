@@ -196,6 +196,8 @@ class Totals:
         bits_of_pruned_layers: Bits that a weight of these layers takes once it is packed; None unless all of them are rounded.
         parameters: Number of stored parameters.
         zeros: Number of stored parameters that are zero.
+        weight_bytes: Bytes of these parameters as the run writes them; 0 if it is not known.
+        packed_bytes: Bytes that they take packed, estimated from above.
     """
 
     pruned_layers: int
@@ -204,6 +206,8 @@ class Totals:
     bits_of_pruned_layers: float | None
     parameters: int
     zeros: int
+    weight_bytes: int
+    packed_bytes: int
 
     @property
     def sparsity_of_model(self) -> float:

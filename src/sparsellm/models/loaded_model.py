@@ -50,8 +50,8 @@ class Weights(ABC):
         """Read these tensors, by their names in the model, from another safetensors file from now on."""
 
     @abstractmethod
-    def size(self) -> tuple[int, int]:
-        """Return the number of parameters, tied ones counted once, and how many of them are zero."""
+    def size(self) -> tuple[int, int, int]:
+        """Return the number of parameters, tied ones counted once, how many of them are zero, and their bytes."""
 
 
 class ResidentWeights(Weights):
@@ -61,9 +61,9 @@ class ResidentWeights(Weights):
         check_in_memory(model)
         self._model = model
 
-    def size(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, int, int]:
         tensors = list(self._model.parameters())
-        return sum(tensor.numel() for tensor in tensors), sum(count_zeros(tensor) for tensor in tensors)
+        return sum(x.numel() for x in tensors), sum(map(count_zeros, tensors)), sum(x.nbytes for x in tensors)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from sparsellm.models.coverage import Coverage
 from sparsellm.outputs import card
 from sparsellm.outputs.folder import folder_path
 from sparsellm.outputs.sections import Section, read_sections
+from sparsellm.outputs.sizes import WeightSizes, layer_bytes, packed_bytes
 from sparsellm.recipes.fields import SAVED
 from sparsellm.recipes.file import explain
 from sparsellm.recipes.own_method import saved_kind
@@ -138,6 +139,7 @@ class Report(Summarized):
         pruned: For a recovery, entries of the report of the pruned checkpoint.
         parameters: Number of stored parameters.
         zeros: Number of stored parameters that are zero.
+        weight_bytes: Their bytes as the run writes them; 0 if it is not known.
         peak_memory_bytes: Peak host memory of this process at the end of the run; the command line resets it before each run.
         origin: The dense model, for the model card; not in the file.
         coverage: Fraction of the blocks' matrix weights that is pruned.
@@ -163,6 +165,7 @@ class Report(Summarized):
     pruned: PrunedReport | None = None
     parameters: Annotated[int, Field(validation_alias=AliasPath("totals", "parameters"))] = 0
     zeros: Annotated[int, Field(validation_alias=AliasPath("totals", "zeros"))] = 0
+    weight_bytes: Annotated[int, Field(validation_alias=AliasPath("totals", "weight_bytes"))] = 0
     peak_memory_bytes: int = 0
     origin: Annotated[Origin, Field(exclude=True)] = field(default_factory=Origin)
     coverage: Coverage | None = None
@@ -204,7 +207,23 @@ class Report(Summarized):
             bits_of_pruned_layers=sum(bits) / count if 0 < len(bits) == len(sizes) else None,
             parameters=self.parameters,
             zeros=self.zeros,
+            weight_bytes=self.weight_bytes,
+            packed_bytes=packed_bytes(self.layers, self.weight_bytes, self.dtype),
         )
+
+    @property
+    def dtype(self) -> str:
+        """Name of the model's dtype; empty if it is not known."""
+        return str(self.resolved.get("dtype", "")).removeprefix("torch.")
+
+    @property
+    def sizes(self) -> WeightSizes | None:
+        """The bytes of the weights, as written and packed; None if they are not known."""
+        totals, packed = self.totals, next((x for s in self.sections.values() if (x := s.weight_bytes) is not None), None)
+        if not self.weight_bytes:
+            return None
+        size = totals.packed_bytes if packed is None else packed
+        return WeightSizes(self.weight_bytes, size, measured=packed is not None, bits=totals.bits_of_pruned_layers)
 
     @property
     def sparsity(self) -> float:
@@ -276,10 +295,9 @@ class Report(Summarized):
         return self.recipe.describe_run(self.totals, self.trainings)
 
     def summary(self) -> dict[str, str]:
-        """The model and how it was pruned, the sparsity, and the perplexity before and after, each in one line."""
+        """The model and how it was pruned, the sparsity, the perplexity before and after, and the bytes, each in one line."""
         totals, how = self.totals, "pruned and " if self.is_recovery else "pruned by "
         how = "pruned; " if self.recovered_nothing else how
-        bits = f", {totals.bits_of_pruned_layers:.3f} bits a weight" if totals.bits_of_pruned_layers is not None else ""
         measured = (
             f"{' → '.join(map(plus_minus, self.in_order(text)))}{f' ({change})' if (change := self.change(text)) else ''} "
             f"on {PurePath(text).name}"
@@ -288,16 +306,17 @@ class Report(Summarized):
         return {
             "model": f"{PurePath(self.recipe.model).name}, {how + self.describe() if self.blocks else NOT_PRUNED}",
             "sparsity": f"{100 * self.sparsity:.2f} % of the weights in {totals.pruned_layers} pruned layers, "
-            f"{100 * totals.sparsity_of_model:.2f} % of the model{bits}",
+            f"{100 * totals.sparsity_of_model:.2f} % of the model",
             "perplexity": "; ".join(measured) or "not measured",
+            "size": str(self.sizes or "not known"),
         }
 
     def to_frame(self) -> DataFrame:
         """The results of each pruned layer as the rows of a pandas DataFrame.
 
         Returns:
-            Columns `name`, `block` (its index), `pattern`, `shape`, `zeros`, `sparsity`, `error`, and the other attributes of
-            `LayerResult`, among them `seconds`.
+            Columns `name`, `block` (its index), `pattern`, `shape`, `zeros`, `sparsity`, `error`, `weight_bytes` (as written),
+            `packed_bytes` (as `Totals`), and the other attributes of `LayerResult`, among them `seconds`.
 
         Raises:
             MissingPackage: pandas is not installed.
@@ -306,11 +325,13 @@ class Report(Summarized):
             from pandas import DataFrame
         except ImportError:
             raise MissingPackage("Data frames need pandas, which is not installed: pip install 'sparsellm[frame]'.") from None
-        first = ("name", "block", "pattern", "shape", "zeros", "sparsity", "error")
+        first = ("name", "block", "pattern", "shape", "zeros", "sparsity", "error", "weight_bytes", "packed_bytes")
         blocks = [_block_to_dict(block) for block in self.blocks]
         rows = [
             layer | {"block": block["index"], "shape": tuple(layer["shape"])} for block in blocks for layer in block["layers"]
         ]
+        for row, layer in zip(rows, self.layers, strict=True):
+            row["weight_bytes"], row["packed_bytes"] = layer_bytes(layer, self.dtype)
         return DataFrame([{name: row[name] for name in first} | row for row in rows])
 
     def pruning_warnings(self, damping: float | None) -> Iterator[str]:

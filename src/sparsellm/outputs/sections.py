@@ -29,6 +29,11 @@ class Section(ABC):
         """The sentences on it for the page of the run; may be empty."""
         return ""
 
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of the weights in the packed form that the section is on; None if it is on something else."""
+        return None
+
     def compare(self, output: Any, tensors: Any, model: Any, model_tensors: Any) -> tuple[list[str], int] | None:
         """Compare the output with the model that it was made from, in place of the comparison with the dense model.
 

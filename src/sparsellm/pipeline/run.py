@@ -271,7 +271,7 @@ class Run(Generic[P]):
         """Complete the report, tell the observers, and collect everything that `Result.save_pretrained` writes."""
         report, source = self.report, self.ready.source
         report.seconds["total"] = time.perf_counter() - self.records.started
-        report.parameters, report.zeros = loaded.weights.size()
+        report.parameters, report.zeros, report.weight_bytes = loaded.weights.size()
         report.peak_memory_bytes = peak_memory()
         self.observer(Ended(report.totals.to_dict(), report.seconds["total"]))
         return Result(

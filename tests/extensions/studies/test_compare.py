@@ -23,6 +23,8 @@ import sparsellm
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import Difference
 from sparsellm.extensions.studies.compare import Comparison, read_comparison
+from sparsellm.extensions.studies.figures import style
+from sparsellm.extensions.studies.plots import DENSE_MODEL, size_plots
 from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
 from sparsellm.extensions.studies.tables import write_tables
 from sparsellm.outputs.saving import Result as PrunedModel
@@ -43,7 +45,10 @@ def run_of(folder: Path, *rises: float, model: str = "opt", digest: str = "x") -
     pair = {"dense": made_up.measured(*DENSE), "pruned": replace(after, parts=replace(after.parts, digest=digest))}
     recipe = Recipe(model=model, method="magnitude", sparsity="50%")
     inputs = {model: {"model.safetensors": "x"}}
-    return made_up.written(folder, made_up.report(recipe, perplexity={"demo": pair}, inputs=inputs))
+    layers = made_up.blocks("50%", shape=made_up.SHAPE)
+    return made_up.written(
+        folder, made_up.report(recipe, perplexity={"demo": pair}, inputs=inputs, blocks=layers, **made_up.SIZE)
+    )
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def test_differences_have_the_paired_error(runs: Path) -> None:
     assert figure.difference
     assert figure.difference.change == pytest.approx(change)
     assert figure.difference.standard_error == pytest.approx((1 + change) * error)
-    assert cells(sure, 0)["half"][4] == "+10.57 ± 0.03"
+    assert cells(sure, 0)["half"][3] == "+10.57 ± 0.03"
     data = sure.to_dict()["runs"][0]["figures"]["perplexity demo"]
     assert data["change_error"] == pytest.approx((1 + change) * error)
 
@@ -95,6 +100,8 @@ def test_the_best_is_called_so_only_if_it_differs(
     read = read_comparison([run_of(tmp_path / "half", *half), run_of(tmp_path / "two-four", *two_four)])
     table = cells(read, 1)
     assert [table["half"][0], table["two-four"][0]] == marks
+    assert ("no difference measurable from" in read.verdict) == (marks != ["lowest", "+10.57 ± 0.03 %"])
+    assert read.verdict.startswith("half has" if half[0] >= 0 else "two-four has")
     unsure = [note for note in read.notes if note.startswith("No difference measurable from the dense model on demo: half")]
     assert bool(unsure) == (half[0] < 0)
 
@@ -115,6 +122,31 @@ def test_other_texts_of_one_name_are_said(runs: Path) -> None:
     assert any(note.endswith(": these are different texts.") for note in read_comparison([runs / "half", other]).notes)
 
 
+def test_a_chart_has_the_dense_model_and_each_run_that_was_measured_on_its_text(runs: Path, tmp_path: Path) -> None:
+    """With its packed bytes; a run on other texts is named in a note, and is in no chart of these."""
+    pair = {"words.txt": {"dense": made_up.measured(*DENSE), "pruned": made_up.measured(*DENSE)}}
+    recipe = Recipe(model="opt", method="magnitude", sparsity="50%")
+    other = made_up.written(tmp_path / "other", made_up.report(recipe, perplexity=pair, **made_up.SIZE))
+    read = read_comparison([runs / "half", runs / "two-four", other])
+    with style():
+        (plot,) = size_plots(read)
+    assert [row[0] for row in plot.rows] == ["half", "two-four", DENSE_MODEL]
+    assert plot.rows[-1][-1] == "2.0 MiB"
+    assert {text.get_text() for text in plot.figure.axes[0].texts} == {"half", "two-four", DENSE_MODEL}
+    named = [note for note in read.notes if "tells nothing of" in note]
+    assert [note.split("tells nothing of ")[1] for note in named] == ["other.", "half and two-four."]
+
+
+@pytest.mark.parametrize(("method", "compared"), [("wanda", True), ("sparsellm", False)])
+def test_errors_with_different_targets_are_not_compared(method: str, compared: bool, runs: Path, tmp_path: Path) -> None:
+    """Those of the default are relative to the dense stream: no table of layers, and a note that says so."""
+    recipe = Recipe(model="opt", method=method, sparsity="50%", calibration="demo")
+    other = made_up.written(tmp_path / "other", made_up.report(recipe, blocks=made_up.blocks("50%", error=0.3)))
+    read = read_comparison([runs / "half", other])
+    assert ("Layers whose errors differ most" in read.tables()) == compared
+    assert any("dense stream" in note for note in read.notes) != compared
+
+
 def test_a_sweep_and_an_output(sweep_folder: Path, tmp_path: Path) -> None:
     """A line for each finished cell; the cells that are not finished are named."""
     comparison = read_comparison([sweep_folder, run_of(tmp_path / "run", 0.1, model=made_up.MODEL)])
@@ -129,14 +161,15 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, command: Comm
     printed = command("report", runs / "half", runs / "two-four", "--output", tmp_path / "new" / "page.html")
     assert printed.exit_code == 0, printed.stderr
     lines = printed.stdout.splitlines()
-    assert lines[0].startswith("Pruned from opt")
-    assert max(len(line.rstrip()) for line in lines if "Wrote" not in line) <= 80
+    assert lines[0] == read_comparison([runs / "half", runs / "two-four"]).verdict
+    assert lines[2].startswith("Pruned from opt")
+    assert max(len(line.rstrip()) for line in lines[1:] if "Wrote" not in line) <= 80
     page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     assert "two-four" in page
     data = json.loads(command("report", runs / "half", runs / "two-four", "--json").stdout)
     assert [run["name"] for run in data["runs"]] == ["half", "two-four"]
     assert data["runs"][0]["figures"]["perplexity demo"]["value"] == pytest.approx(math.exp(1.6005))
-    assert data["runs"][0]["bytes"] == 3000
+    assert data["runs"][0]["sizes"]["packed"] < data["runs"][0]["sizes"]["written"] == made_up.SIZE["weight_bytes"]
 
 
 def shown_command(page: Path) -> list[str]:

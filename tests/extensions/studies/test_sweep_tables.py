@@ -15,8 +15,10 @@ from rich.console import Console
 
 from sparsellm.cli.console import show, text_table
 from sparsellm.evaluation.differences import Parts
+from sparsellm.extensions.studies.figures import style
 from sparsellm.extensions.studies.measures import Figure, mean_over_seeds
 from sparsellm.extensions.studies.page import sweep_verdict
+from sparsellm.extensions.studies.plots import axis_positions, sweep_plots
 from sparsellm.extensions.studies.sweep_file import Sweep, read_sweep
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes
 from sparsellm.extensions.studies.tables import Row, grid, table, to_csv, to_json, to_markdown
@@ -108,6 +110,37 @@ def test_a_combination_is_best_only_beyond_the_error_of_the_difference(tmp_path:
     others = [replace(rows[0], figures={"perplexity demo": figure(0, 0, 0, 0, digest="other")}), rows[1], rows[2]]
     assert "by a difference of unknown error, at 50% (239)" in sweep_verdict(sweep, others, [])[1]
     assert "demo: alps at 50% (239)." in sweep_verdict(sweep, rows[:1], [])[1], "nothing is best of one"
+
+
+@pytest.mark.parametrize(("methods", "by_depth"), [(["wanda", "sparsegpt"], True), (["wanda", "sparsellm"], False)])
+def test_plots_of_a_sweep_say_what_its_verdict_says(methods: list[str], by_depth: bool, tmp_path: Path) -> None:
+    """The caption calls nothing best that the verdict does not; errors of different targets are in no plot."""
+    axes = {"model": ["demo:opt"], "method": methods, "sparsity": ["50%", "70%", "2:4"]}
+    sweep = read_sweep(written(tmp_path, axes=axes))
+    outcomes = []
+    for cell in sweep.cells:
+        losses = (3.1, 4.1, 5.1) if cell.labels["method"] == "wanda" else (3.0, 4.1, 5.15)
+        perplexities = made_up.pruned(*losses, text="te_xt")
+        outcomes.append(
+            Outcome(cell, "finished", made_up.report(cell.recipe, perplexity=perplexities, blocks=made_up.blocks("50%")))
+        )
+    rows = table(sweep, outcomes)
+    with style():
+        plots = {plot.name: plot for plot in sweep_plots(sweep, rows, outcomes)}
+    claimed = f"{methods[1]} is lowest, with no difference measurable from wanda, at "
+    assert claimed in sweep_verdict(sweep, rows, outcomes)[1]
+    assert claimed in plots["sparsity-0"].text
+    assert ("depth" in plots) == by_depth
+
+
+def test_patterns_stand_apart_from_unstructured_sparsity() -> None:
+    """On the right of the largest sparsity, each at a place of its own, beyond a border; alone they need none."""
+    places, border = axis_positions("sparsity", ["50%", "2:4", "70%", "4:8"])
+    assert border
+    assert places["50%"] < places["70%"] < border < places["2:4"] < places["4:8"]
+    assert axis_positions("sparsity", ["2:4", "4:8"])[1] is None
+    assert axis_positions("sparsity", ["50%", "60%"])[1] is None
+    assert axis_positions("samples", ["8", "16"]) == ({"8": 8.0, "16": 16.0}, None)
 
 
 def test_an_error_of_zero_is_shown() -> None:

@@ -64,15 +64,21 @@ class ExportSection(Section):
 
     Attributes:
         form: The `quant_method` of its config.json.
+        exported_bytes: Bytes of its weight files.
     """
 
     form: str
+    exported_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.exported_bytes
 
     @classmethod
     def from_dict(cls, data: Any) -> ExportSection:
         return TypeAdapter(cls).validate_python(data)
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str | int]:
         return asdict(self)
 
     def compare(
@@ -235,9 +241,9 @@ def export(
             if (source.folder / CARD).is_file():
                 _write_card(work / CARD, (source.folder / CARD).read_text(encoding="utf-8"))
             unchanged = {key: digest.to_dict() for key, digest in digests.items() if key not in layers}
-            report = {**report, EXPORT_SECTION: ExportSection("compressed-tensors").to_dict()}
+            before, after = (sum(x.stat().st_size for x in y) for y in (source.files, [work / x for x in source.targets()]))
+            report = {**report, EXPORT_SECTION: ExportSection("compressed-tensors", after).to_dict()}
             finish(work, report, unchanged, difference="differs from the model's. Check memory and disk.")
-    before, after = (sum(x.stat().st_size for x in files) for files in (source.files, [path / x for x in source.targets()]))
     return Exported(str(output), len(layers), before, after, zeros, tuple(dict.fromkeys(schemes.values())))
 
 

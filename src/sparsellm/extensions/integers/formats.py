@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.outputs.sizes import mask_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,11 +147,6 @@ class IntegerFormat:
 def integer_name(bits: int) -> str:
     """The name of integers of some bits, such as "int4"."""
     return f"int{bits}"
-
-
-def mask_bits(sparsity: float) -> float:
-    """Bits that a weight takes in a mask: one, or less where groups of four at random positions are removed together."""
-    return min(1.0, 1.25 - sparsity**4)
 
 
 def mask_bytes(size: int, used: int) -> int:

@@ -143,7 +143,9 @@ def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dic
         return dict(read_finished(source.folder).content)
     zeros = sum(digest.zeros for digest in (digests or {}).values())
     count = sum(digest.numel for digest in (digests or {}).values())
+    size = sum(digest.nbytes for digest in (digests or {}).values())
     totals = {"pruned_layers": 0, "sparsity_of_pruned_layers": 0.0, "parameters": count, "zeros": zeros}
+    totals |= {"weight_bytes": size, "packed_bytes": size}
     return {
         "format": FORMAT,
         "recipe": {"command": "prune", "model": PurePath(source.name).name, "method": "magnitude", "sparsity": "0%"},

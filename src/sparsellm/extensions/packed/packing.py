@@ -38,7 +38,7 @@ from sparsellm.extensions.packed.conversion import (
     read_checked,
     report_of,
 )
-from sparsellm.extensions.packed.formats.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
+from sparsellm.extensions.packed.formats.packed_tensors import encode_tensor, pack_quantized
 from sparsellm.extensions.packed.packed_files import (
     PACKED_METHOD,
     PACKED_VERSION,
@@ -51,6 +51,7 @@ from sparsellm.extensions.packed.packed_files import (
 from sparsellm.extensions.packed.record import Packed, Unpacked
 from sparsellm.outputs.folder import CARD, is_finished
 from sparsellm.outputs.saving import check_output, claimed
+from sparsellm.outputs.sizes import SPARSE, estimated_bytes
 from sparsellm.outputs.verification import read_output, shape_difference
 from sparsellm.recipes.recipe import Recipe, RunRecipe
 from sparsellm.texts.paths import local_path

@@ -193,6 +193,11 @@ class Packed(Summarized, Section):
         return f"{self.form} form" + (f", {' and '.join(map(integer_name, kinds))} values" if kinds else "")
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weight files."""
+        return self.packed_bytes
+
+    @property
     def packed(self) -> list[MatrixSize]:
         """The matrices that are packed."""
         return [matrix for matrix in self.matrices if matrix.packed]

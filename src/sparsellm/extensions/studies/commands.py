@@ -243,6 +243,8 @@ def report(
             if as_json:
                 print_json(comparison.to_dict())
                 return
+            if comparison.verdict:
+                print_line(stdout, f"{comparison.verdict}\n")
             for title, made in comparison.tables().items():
                 show(stdout, text_table(*made, title))
                 print_line(stdout, "")

@@ -1,4 +1,4 @@
-"""Outputs and sweeps side by side: perplexity, accuracy, zeros, size, and the layers whose errors differ most."""
+"""Outputs and sweeps side by side: perplexity, accuracy, size, and the layers whose errors differ most."""
 
 from __future__ import annotations
 
@@ -6,26 +6,38 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from sparsellm.checkpoints.files import REPORT
 from sparsellm.errors import InvalidSetting, capitalized, plural
 from sparsellm.evaluation.differences import NOT_MEASURABLE
 from sparsellm.evaluation.results import Perplexity
-from sparsellm.extensions.studies.measures import Figure, Ranking, Table, figure_of, measures, rank_figures, short_names
-from sparsellm.extensions.studies.sweep_runner import CellFolder, read_outcomes, saved_sweep
+from sparsellm.extensions.studies.measures import (
+    Figure,
+    Ranking,
+    Table,
+    figure_of,
+    measures,
+    one_target,
+    rank_figures,
+    short_names,
+)
+from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
 from sparsellm.outputs.folder import check_results, is_sweep
 from sparsellm.outputs.report import NOT_PRUNED, Report, When, load_report
+from sparsellm.outputs.sizes import WeightSizes
 from sparsellm.recipes.recipe import Recipe
-from sparsellm.runtime.memory import human_bytes
 
 WEIGHT_FILES = (".safetensors", ".bin")
-"""Endings of the files that count as the size of a model."""
+"""Endings of the names of weight files."""
 
 TABLE_LAYERS, COLUMNS = 5, 6
 """Layers in the table of errors, and the most runs that it has columns for."""
+
+LISTED = 4
+"""The most names of runs in a sentence."""
 
 SAME_TEXT = 0.01
 """Dense perplexities that differ by more than this fraction are those of different texts."""
@@ -43,12 +55,10 @@ class ComparedRun:
 
     Attributes:
         name: Its folder, for a cell of a sweep with the cell's labels.
-        bytes: Size of its weight files; None if the model was not kept.
     """
 
     name: str
     report: Report
-    bytes: int | None
 
     @property
     def method(self) -> str:
@@ -111,55 +121,96 @@ class Comparison:
     runs: tuple[ComparedRun, ...]
     notes: tuple[str, ...]
 
+    @property
+    def dense_size(self) -> WeightSizes | None:
+        """The bytes of the dense model, whose weights are written like those of the runs; None if they are not known."""
+        written = max((x.written for run in self.runs if (x := run.report.sizes)), default=0)
+        return WeightSizes(written, written) if written else None
+
+    @cached_property
+    def columns(self) -> dict[MeasuredOn | str, str]:
+        """The headings of what was measured: of texts by their sequences, then of tasks by their names."""
+        texts = list(dict.fromkeys(key for run in self.runs for key in run.perplexities))
+        tasks = list(dict.fromkeys(task for run in self.runs for task in run.report.tasks))
+        return dict(zip([*texts, *tasks], [*_column_names(texts), *tasks], strict=True))
+
+    @cached_property
+    def rankings(self) -> dict[MeasuredOn | str, Ranking]:
+        """The runs in order of each measure that has a best value."""
+        figures = [(run.name, run.figures) for run in self.runs]
+        found = {key: rank_figures({name: x[key] for name, x in figures if key in x}) for key in self.columns}
+        return {key: x for key, x in found.items() if x and (x.figure.share or not isinstance(key, str))}
+
+    @property
+    def verdict(self) -> str:
+        """The run with the best value of what most runs were measured on, and the smallest one, in a sentence."""
+        parts: list[str] = []
+        if key := max(self.rankings, key=lambda key: len(self.rankings[key].differences), default=None):
+            ranking = self.rankings[key]
+            measure = f"{'perplexity' if isinstance(key, tuple) else 'accuracy'} on {self.columns[key]}"
+            change = f", {ranking.figure.change_text} from the dense model" if ranking.figure.change_text else ""
+            parts.append(f"{ranking.best} has the {ranking.extreme} {measure}: {ranking.figure.short}{change}")
+            if close := ranking.those(measurable=False):
+                parts[-1] += f", with {NOT_MEASURABLE} from {_listed(close)}"
+            elif ranking.differences:
+                sign = -1 if ranking.figure.share else 1
+                name, gap = min(ranking.differences.items(), key=lambda pair: sign * pair[1].change if pair[1] else math.inf)
+                parts.append(f"{name} follows, {gap or 'by an unknown difference'} from that")
+        sizes = {run.name: x for run in self.runs if (x := run.report.sizes)}
+        if sizes and self.dense_size:
+            least = min(sizes.values(), key=lambda x: x.packed)
+            names = [name for name, x in sizes.items() if x.packed == least.packed]
+            taken = (
+                f"{least.packed_text or least.written_text} packed, where the dense model takes {self.dense_size.written_text}"
+            )
+            parts.append(f"{_listed(names)} {'are' if len(names) > 1 else 'is'} smallest, with {taken}")
+        return f"{'; '.join(parts)}." if parts else ""
+
     def tables(self) -> dict[str, Table]:
         """The tables by title: all runs below the dense model, how they differ, and the layers whose errors differ most."""
-        columns = list(dict.fromkeys(key for run in self.runs for key in run.perplexities))
-        tasks = list(dict.fromkeys(task for run in self.runs for task in run.report.tasks))
-        head = ["run", "method", "sparsity", "zeros"]
-        for name in _column_names(columns):
+        columns = [key for key in self.columns if not isinstance(key, str)]
+        tasks = [key for key in self.columns if isinstance(key, str)]
+        head = ["run", "method", "sparsity"]
+        for name in (self.columns[key] for key in columns):
             head += [name, "change, %"]
         figures = [run.figures for run in self.runs]
         dense = {key: figure.dense for by_key in reversed(figures) for key, figure in by_key.items() if figure.dense}
-        line = [", ".join(dict.fromkeys(run.report.start for run in self.runs)), "", "", ""]
+        line = [", ".join(dict.fromkeys(run.report.start for run in self.runs)), "", ""]
         line += [cell for key in columns for cell in (_measured(dense.get(key)), "")]
-        lines = [[*line, *(_measured(dense.get(task)) for task in tasks), "", ""]]
-        for run, by_key in zip(self.runs, figures, strict=True):
-            totals, errors = run.report.totals, [error for error in run.errors.values() if math.isfinite(error)]
-            zeros = f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
+        sizes = WeightSizes.columns([self.dense_size, *(run.report.sizes for run in self.runs)])
+        taken = [*zip(*sizes, strict=True)] or [()] * (2 + len(self.runs))  # by line, that of the headings first
+        lines = [[*line, *(_measured(dense.get(task)) for task in tasks), *taken[1]]]
+        for run, by_key, of_run in zip(self.runs, figures, taken[2:], strict=True):
+            zeros = f"{100 * run.report.sparsity:.3g}%"
             pattern = getattr(run.report.recipe, "sparsity", None) or run.report.n_m or zeros  # a recovery's has none
-            line = [run.name, run.method, str(pattern), f"{100 * totals.sparsity_of_model:.1f} %"]
+            line = [run.name, run.method, str(pattern)]
             for key in columns:
                 change = by_key[key].difference if key in by_key else None
                 line += [_measured(by_key.get(key)), change.short.removesuffix(" %") if change else "-"]
             line += [_measured(by_key.get(task)) for task in tasks]
-            line += [
-                f"{statistics.median(errors):.3g}" if errors else "-",
-                "-" if run.bytes is None else human_bytes(run.bytes),
-            ]
-            lines.append(line)
-        layers, differences = self._layers(), self._differences([*columns, *tasks])
+            lines.append([*line, *of_run])
+        layers, differences = self._layers(), self._differences()
         shown = {"Differences between the runs": differences} if len(differences[0]) > 1 else {}
         shown |= {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
-        return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
+        return {f"Pruned from {self.model}": ([*head, *tasks, *taken[0]], lines)} | shown
 
-    def _differences(self, keys: Sequence[MeasuredOn | str]) -> Table:
+    def _differences(self) -> Table:
         """How the runs differ from the best one, on each text and task, which is called so only if it is measurable."""
-        figures = [(run.name, run.figures) for run in self.runs]
-        found = {key: rank_figures({name: by_key[key] for name, by_key in figures if key in by_key}) for key in keys}
-        rankings = {key: x for key, x in found.items() if x and x.differences and (x.figure.share or not isinstance(key, str))}
-        head = ["run", *_column_names([key for key in rankings if not isinstance(key, str)])]
-        head += [key for key in rankings if isinstance(key, str)]
+        rankings = {self.columns[key]: x for key, x in self.rankings.items() if x.differences}
 
         def cell(name: str, ranking: Ranking) -> str:
             if name == ranking.best:
                 return ranking.mark
             return str(ranking.differences.get(name) or "-")
 
-        return head, [[run.name, *(cell(run.name, ranking) for ranking in rankings.values())] for run in self.runs]
+        return ["run", *rankings], [[run.name, *(cell(run.name, x) for x in rankings.values())] for run in self.runs]
 
     def _layers(self) -> list[list[str]]:
-        """The layers with the largest ratio between the errors of two runs, and the error of each run."""
-        if len(self.runs) > COLUMNS:
+        """The median error of each run, and the layers with the largest ratio between the errors of two runs.
+
+        None of runs whose errors are relative to different targets.
+        """
+        if len(self.runs) > COLUMNS or not one_target(run.report for run in self.runs):
             return []
         by_run = [run.errors for run in self.runs]
         spread: dict[str, float] = {}
@@ -167,7 +218,10 @@ class Comparison:
             values = [errors[name] for errors in by_run if 0 < errors.get(name, 0) < math.inf]
             spread[name] = max(values) / min(values) if len(values) > 1 else 1.0
         worst = sorted((name for name in spread if spread[name] > 1), key=lambda name: -spread[name])[:TABLE_LAYERS]
-        return [[name, *(f"{errors[name]:.3g}" if name in errors else "dense" for errors in by_run)] for name in worst]
+        finite = [[error for error in errors.values() if math.isfinite(error)] for errors in by_run]
+        medians = ["median of all", *(f"{statistics.median(errors):.3g}" if errors else "-" for errors in finite)]
+        lines = [[name, *(f"{errors[name]:.3g}" if name in errors else "dense" for errors in by_run)] for name in worst]
+        return [medians, *lines] if worst else []
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for JSON."""
@@ -178,7 +232,7 @@ class Comparison:
                 "figures": {name: _plain(figure) for name, figure in measures(run.report).items()},
                 "sequences": [list(key) for key in run.perplexities],
                 "sparsity_of_model": run.report.totals.sparsity_of_model,
-                "bytes": run.bytes,
+                "sizes": run.report.sizes and asdict(run.report.sizes),
                 "errors": run.errors,
             }
             for run in self.runs
@@ -224,23 +278,14 @@ def _check_model(runs: Sequence[ComparedRun]) -> None:
 def _read(path: Path, name: str, open_cells: list[str]) -> Iterator[ComparedRun]:
     """The run of an output, or the finished cells of a sweep; the names of the others are added to `open_cells`."""
     if not is_sweep(path):
-        report = load_report(path)
-        yield ComparedRun(name, report, _bytes(path, report))
+        yield ComparedRun(name, load_report(path))
         return
     for outcome in read_outcomes(saved_sweep(path), path):
         label = f"{name}: {outcome.cell.name}"
         if outcome.report is None:
             open_cells.append(f"{label} ({outcome.state})")
         else:
-            model = CellFolder(path, outcome.cell).model
-            kept = (model / REPORT).is_file()
-            yield ComparedRun(label, outcome.report, _bytes(model, load_report(model)) if kept else None)
-
-
-def _bytes(path: Path, report: Report) -> int:
-    """Size of the weight files that a report lists."""
-    files = [path / file for file in report.files if file.endswith(WEIGHT_FILES)]
-    return sum(file.stat().st_size for file in files if file.is_file())
+            yield ComparedRun(label, outcome.report)
 
 
 def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[str]:
@@ -252,6 +297,8 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
             sequences.setdefault(key[0], set()).add(key)
             values.setdefault(key, []).extend([pair["dense"].value] if "dense" in pair and run.report.start == "dense" else [])
     for text, keys in sequences.items():
+        if without := [run.name for run in runs if keys.isdisjoint(run.perplexities)]:
+            yield f"Not all were measured on {text}, which tells nothing of {_listed(without)}."
         if len(keys) > 1:
             yield f"The perplexity on {text} was measured on other sequences in other columns: compare within a column only."
     for text in sequences:
@@ -263,9 +310,11 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
         if dense and max(dense) > (1 + SAME_TEXT) * min(dense):
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."
     yield from _differences_from_dense(runs)
-    ours = {run.method.startswith("sparsellm") for run in runs if not run.report.is_recovery}
-    if len(ours) > 1:
-        yield "Errors of the method sparsellm are relative to the dense stream, those of others to the layer's own output."
+    if not one_target(run.report for run in runs):
+        yield (
+            "Errors of layers are left out: those of the method sparsellm are relative to the dense stream, of others to the "
+            "layer's own output."
+        )
     if open_cells:
         yield f"Not finished and left out: {', '.join(open_cells)}."
 
@@ -280,6 +329,14 @@ def _differences_from_dense(runs: Sequence[ComparedRun]) -> Iterator[str]:
                     names.setdefault(key if isinstance(key, str) else key[0], []).append(run.name)
         for subject, found in names.items():
             yield f"{capitalized(words)} from the dense model on {subject}: {', '.join(dict.fromkeys(found))}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    shown = names if len(names) <= LISTED else names[: LISTED - 1]
+    more = [f"{len(names) - len(shown)} more"] * (len(names) > len(shown))
+    *first, last = [*shown, *more]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _measured(figure: Figure | None) -> str:

@@ -19,14 +19,16 @@ from sparsellm.evaluation.differences import (
 )
 from sparsellm.evaluation.results import Accuracy, Perplexity, is_fraction, mean, measure_of
 from sparsellm.outputs.report import PrunedReport, Report, When
+from sparsellm.recipes.recipe import Recipe
+from sparsellm.runtime.memory import human_bytes
 
-BITS_A_WEIGHT = "bits a weight"
-"""The measure of what the pruned layers take when they are packed; for rounded ones."""
+SIZE, PACKED_SIZE, BITS_A_WEIGHT = OF_SIZE = "size", "packed size", "bits a weight"
+"""The measures of bytes: of the weights as written and packed, and of what a weight of rounded layers takes packed."""
 
 Table = tuple[list[str], list[list[str]]]
 """Head and lines of a table."""
 
-OF_RUN = ("sparsity", BITS_A_WEIGHT, "seconds", "seconds per block")
+OF_RUN = ("sparsity", *OF_SIZE, "seconds", "seconds per block")
 """Measures that no text or task belongs to."""
 
 
@@ -41,6 +43,7 @@ class Figure:
         deviations: What each sequence or question contributes to its error, for differences; None if unknown.
         seeds: Number of seeds that it is the mean over.
         share: Whether the value is a share, which is shown in per cent.
+        size: Whether it is a number of bytes, which is shown in a unit of these.
         published: The value that a paper reports.
         source: Where the paper reports it.
     """
@@ -51,6 +54,7 @@ class Figure:
     deviations: Deviations | None = field(default=None, repr=False)
     seeds: int = 1
     share: bool = False
+    size: bool = False
     published: float | None = None
     source: str = ""
 
@@ -74,6 +78,13 @@ class Figure:
         return None if self.dense is None else self.against(self.dense)
 
     @property
+    def bar(self) -> float | None:
+        """The length of an error bar: the error of the change from the dense model, in the unit of the value, if known."""
+        if self.dense is None or not self.difference or self.difference.standard_error is None:
+            return self.standard_error
+        return self.difference.standard_error * (1.0 if self.share else self.dense.value)
+
+    @property
     def change(self) -> float | None:
         """The change from the dense model: the difference of two shares, otherwise relative to the dense value."""
         return self.difference.change if self.difference else None
@@ -86,12 +97,16 @@ class Figure:
     @property
     def short(self) -> str:
         """The value to three digits, a share in per cent."""
+        if self.size:
+            return human_bytes(self.value)
         value = 100 * self.value if self.share else self.value
         return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")) + (" %" if self.share else "")
 
     @property
     def measured(self) -> str:
         """The value with its standard error, a share in per cent."""
+        if self.size:
+            return human_bytes(self.value)
         scale = 100 if self.share else 1
         error = None if self.standard_error is None else scale * self.standard_error
         return value_with_error(scale * self.value, error) + (" %" if self.share else "")
@@ -129,6 +144,8 @@ def measures(report: Report) -> dict[str, Figure]:
     """The values in a run's report, by the name of the measure."""
     figures = evaluations(report)
     figures["sparsity"] = Figure(report.totals.sparsity_of_pruned_layers, share=True)
+    if sizes := report.sizes:
+        figures |= {SIZE: Figure(sizes.written, size=True), PACKED_SIZE: Figure(sizes.packed, size=True)}
     if report.totals.bits_of_pruned_layers is not None:
         figures[BITS_A_WEIGHT] = Figure(report.totals.bits_of_pruned_layers)
     seconds = sum(block.seconds for block in report.blocks)  # includes blocks that an earlier process finished
@@ -169,6 +186,12 @@ def _mean_accuracy(accuracies: Sequence[Figure]) -> Figure:
     """The mean over tasks, with its standard error."""
     value, error = mean([(x.value, x.standard_error) for x in accuracies])
     return Figure(value, error, share=True, deviations=joined_deviations([x.deviations for x in accuracies]))
+
+
+def one_target(reports: Iterable[Report]) -> bool:
+    """Whether the errors of pruning runs are relative to the same kind of target: the default's is the dense stream."""
+    recipes = [report.recipe for report in reports]
+    return len({recipe.method == "sparsellm" for recipe in recipes if isinstance(recipe, Recipe)}) < 2
 
 
 def headlines(names: Iterable[str]) -> list[str]:

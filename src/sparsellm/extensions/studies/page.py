@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Literal
@@ -19,7 +20,7 @@ from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import capitalized, plural
 from sparsellm.extensions.packed.record import Bench, Packed
 from sparsellm.extensions.studies.compare import Comparison
-from sparsellm.extensions.studies.figures import Plot, style
+from sparsellm.extensions.studies.figures import BROAD, SLIM, Plot, style
 from sparsellm.extensions.studies.measures import (
     Figure,
     Table,
@@ -30,7 +31,7 @@ from sparsellm.extensions.studies.measures import (
     rank_figures,
     spoken,
 )
-from sparsellm.extensions.studies.plots import at_bound, run_plots, speed_plot, sweep_plots
+from sparsellm.extensions.studies.plots import at_bound, run_plots, size_plots, speed_plot, sweep_plots
 from sparsellm.extensions.studies.run_again import run_command, sweep_command, sweep_yaml
 from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome, read_outcomes, saved_sweep
@@ -62,6 +63,7 @@ class Page:
         remarks: Further sentences under the verdict.
         tables: Tables by their headings.
         legend: What stands under the tables.
+        charts: Plots before the tables.
         layers: A line for each pruned layer: name, pattern, sparsity and error.
         command: The command that gives the same again; empty if there is none.
         inputs: Names of the local files that it reads.
@@ -79,6 +81,7 @@ class Page:
     notes: Sequence[str] = ()
     tables: Mapping[str, Table] = field(default_factory=dict)
     legend: str = ""
+    charts: Sequence[Plot] = ()
     plots: Sequence[Plot] = ()
     layers: Sequence[Sequence[str]] = ()
     inputs: Sequence[str] = ()
@@ -88,7 +91,7 @@ class Page:
         """Fill the template page.html."""
         environment = Environment(autoescape=True, undefined=StrictUndefined)
         environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
-        environment.filters["unbroken"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")
+        environment.filters["unbroken"] = lambda text: re.sub(r" (?=[%±]|[KMGT]iB)|(?<=±) ", "\N{NO-BREAK SPACE}", str(text))
         template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
         return template.render(vars(self)) + "\n"
 
@@ -102,52 +105,59 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
     Raises:
         MissingPackage: If matplotlib is not installed.
     """
-    with style():
-        if isinstance(run, Result):
-            page = _run_page(run.report.named(PathNames(run.report.recipe)), page_name(run), verified=False)
-        elif is_sweep(path := local_path(run)):
-            page = _sweep_page(path)
-        else:
-            report, content = read_report(path / REPORT)
-            verified = report.digests is not None and report_digest(content) == report.digests.report
-            page = _run_page(report, path.resolve().name, verified=verified)
+    if isinstance(run, Result):
+        page = _run_page(run.report.named(PathNames(run.report.recipe)), page_name(run), verified=False)
+    elif is_sweep(path := local_path(run)):
+        page = _sweep_page(path)
+    else:
+        report, content = read_report(path / REPORT)
+        verified = report.digests is not None and report_digest(content) == report.digests.report
+        page = _run_page(report, path.resolve().name, verified=verified)
     return page.to_html(), list(page.plots)
 
 
+def _drawn(draw: Callable[[], Sequence[Plot]]) -> list[Plot]:
+    """The plots that a function draws, each for both widths of a page."""
+    with style(SLIM):
+        slim = draw()
+    with style(BROAD):
+        return [replace(plot, slim=other.figure) for plot, other in zip(draw(), slim, strict=True)]
+
+
 def comparison_page(comparison: Comparison) -> str:
-    """The tables of a comparison as an HTML page."""
+    """The verdict, the chart and the tables of a comparison as an HTML page."""
     recipes = {run.name: run.report.recipe.changed() for run in comparison.runs}
     figures = [figure for run in comparison.runs for figure in run.figures.values()]
-    with style():
-        return Page(
-            title=f"{comparison.model}: {len(comparison.runs)} runs compared",
-            lead="A line for each run; changes are relative to the model before it.",
-            notes=comparison.notes,
-            tables=comparison.tables(),
-            legend=" ".join([*error_legend(figures), "The error of a run is the median of all layers'."]),
-            command=shlex.join(["sparsellm", "report", *comparison.folders]),
-            file="recipes.yaml",
-            settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
-        ).to_html()
+    return Page(
+        title=f"{comparison.model}: {len(comparison.runs)} runs compared",
+        verdict=[comparison.verdict] if comparison.verdict else [],
+        lead="A line for each run; changes are relative to the model before it.",
+        notes=comparison.notes,
+        tables=comparison.tables(),
+        legend=" ".join([*error_legend(figures), "≤: an estimate from above of what pack writes."]),
+        charts=_drawn(lambda: size_plots(comparison)),
+        command=shlex.join(["sparsellm", "report", *comparison.folders]),
+        file="recipes.yaml",
+        settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
+    ).to_html()
 
 
 def speed_page(bench: Bench, command: str) -> str:
     """The measurement of a packed model as an HTML page, with the command that made it."""
     settings = ("prompts", f"{bench.prompt} tokens"), ("decoded", f"{bench.tokens} tokens in each of several turns")
-    with style():
-        return Page(
-            title=f"{bench.model}: speed and size",
-            verdict=bench.describe(),
-            lead=size_line(bench),
-            remarks=[" ".join(LEGEND)],
-            notes=bench.notes,
-            tables=speed_tables(bench),
-            plots=[speed_plot(bench)],
-            command=command,
-            file="bench.json",
-            settings=json.dumps(bench.to_dict(), indent=1),
-            environment=bench.environment | dict(settings),
-        ).to_html()
+    return Page(
+        title=f"{bench.model}: speed and size",
+        verdict=bench.describe(),
+        lead=size_line(bench),
+        remarks=[" ".join(LEGEND)],
+        notes=bench.notes,
+        tables=speed_tables(bench),
+        plots=_drawn(lambda: [speed_plot(bench)]),
+        command=command,
+        file="bench.json",
+        settings=json.dumps(bench.to_dict(), indent=1),
+        environment=bench.environment | dict(settings),
+    ).to_html()
 
 
 def page_name(run: str | Path | Result) -> str:
@@ -184,6 +194,7 @@ def verdict(report: Report, verified: bool) -> str:
     if report.recovered_nothing:
         parts.append("nothing was recovered")
     parts += [] if figures else ["perplexity not measured"]
+    parts += [f"weights {report.sizes}"] if report.sizes else []
     return "; ".join([*parts, "verified when written" if verified else "not verified"]) + "."
 
 
@@ -230,7 +241,7 @@ def _run_page(report: Report, name: str, *, verified: bool) -> Page:
         notes=report.notes,
         tables=tables | (speed_tables(bench) if bench else {}),
         legend=" ".join(error_legend(figures.values())) if measured else "",
-        plots=run_plots(report) + ([speed_plot(bench)] if bench else []),
+        plots=_drawn(lambda: run_plots(report) + ([speed_plot(bench)] if bench else [])),
         layers=[
             [
                 x.name,
@@ -278,7 +289,7 @@ def _sweep_page(path: Path) -> Page:
         ],
         tables={"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         legend=" ".join(legend(sweep, rows)),
-        plots=sweep_plots(sweep, rows, outcomes),
+        plots=_drawn(lambda: sweep_plots(sweep, rows, outcomes)),
         command=sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke, plugins=sweep.cells[0].recipe.plugin),
         inputs=_input_names(*(cell.recipe for cell in sweep.cells)),
         file="sweep.yaml",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from sparsellm.errors import capitalized, plural
 from sparsellm.extensions.packed.record import CEILING, PACKED, Bench
+from sparsellm.extensions.studies.compare import Comparison
 from sparsellm.extensions.studies.figures import (
     BOUND_MARKS,
     COLORS,
     DENSE_LABEL,
-    FIGURE_WIDTH,
     INK,
     Lines,
     Plot,
@@ -23,8 +23,18 @@ from sparsellm.extensions.studies.figures import (
     line_figure,
     new_figure,
     seconds_figure,
+    size_unit,
 )
-from sparsellm.extensions.studies.measures import BITS_A_WEIGHT, Figure, headlines, short_names, spoken
+from sparsellm.extensions.studies.measures import (
+    BITS_A_WEIGHT,
+    Figure,
+    claim,
+    headlines,
+    one_target,
+    rank_figures,
+    short_names,
+    spoken,
+)
 from sparsellm.extensions.studies.search_result import SearchResult, search_table
 from sparsellm.extensions.studies.sweep_file import Cell, Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome
@@ -41,8 +51,10 @@ if TYPE_CHECKING:
 DIFFERENT = 0.001
 """The least difference of sparsities that is shown: equal patterns differ by less, since counts are rounded."""
 
-PANELS_A_ROW = 3
-"""Panels in a row of a figure."""
+DENSE_MODEL = "dense model"
+"""Label of its point."""
+
+ERROR_BARS = "Error bars are those of the change, where its error is known."
 
 OF_GRID = ("alpha", "beta")
 """The axes of heat maps."""
@@ -157,6 +169,44 @@ def convergence(blocks: Sequence[BlockResult]) -> Plot | None:
     return Plot("convergence", "Convergence", text, ["block", "step", *measures.values()], rows, figure)
 
 
+def size_plots(comparison: Comparison) -> list[Plot]:
+    """The change of the perplexity against the bytes of the packed weights: a plot for each text, a point for each run."""
+    plots: list[Plot] = []
+    dense_size = comparison.dense_size
+    for key in sorted(comparison.rankings, key=lambda key: -len(comparison.rankings[key].differences)):
+        found = [(run.name, run.report.sizes, x) for run in comparison.runs if (x := run.figures.get(key))]
+        points = [(name, sizes, x) for name, sizes, x in found if sizes and math.isfinite(x.value)]
+        dense = next((x.dense for _, _, x in points if x.dense), None)
+        if isinstance(key, str) or len(points) < 2 or dense_size is None:
+            continue
+        unit, scale = size_unit(dense_size.written)
+        lines: Lines = {("", name): [PlotPoint(sizes.packed / scale, x.value, x.bar)] for name, sizes, x in points}
+        rows = [[name, x.measured, x.change_text, sizes.packed_text or sizes.written_text] for name, sizes, x in points]
+        if dense:
+            place = [PlotPoint(dense_size.written / scale, dense.value)]
+            lines |= {("", DENSE_MODEL): place, ("", DENSE_LABEL): place}
+            rows.append([DENSE_MODEL, dense.measured, "", dense_size.written_text])
+        kinds, heading = [name for _, name in lines if name != DENSE_LABEL], f"perplexity on {comparison.columns[key]}"
+        xlabel = f"weights once packed, {unit}"
+        figure = line_figure(
+            lines, [[""]], xlabel=xlabel, ylabel=heading, kinds=kinds, log=True, at_points=True, finish=_few_ticks
+        )
+        text = (
+            f"{capitalized(heading)} against the bytes of the weights once they are packed; further down and left is better. "
+            f"The axis on the right has the change from the dense model, which is the dashed line. {ERROR_BARS}"
+        )
+        head = ["run", heading, "change", "packed"]
+        plots.append(Plot(f"size-{len(plots)}", f"Change of {heading} against size", text, head, rows, figure))
+    return plots
+
+
+def _few_ticks(axes: Axes) -> None:
+    """Let the horizontal axis have ticks between whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
 def where_time_went(report: Report) -> Plot | None:
     """Seconds of each stage, and peak memory of the process; None if no stage was timed."""
     stages = sorted(((name, x) for name, x in report.seconds.items() if name != "total"), key=lambda stage: -stage[1])
@@ -226,8 +276,6 @@ def against(sweep: Sweep, rows: Sequence[Row], over: str, measure: str, *, name:
 
     None for one number of bits.
     """
-    from matplotlib.ticker import MaxNLocator
-
     of_bits = over == BITS_A_WEIGHT
     rows = [row for row in rows if measure in row.figures and (not of_bits or over in row.figures)]
     if of_bits and len({row.figures[over].value for row in rows}) < 2:
@@ -235,16 +283,15 @@ def against(sweep: Sweep, rows: Sequence[Row], over: str, measure: str, *, name:
     along = (*(("sparsity", "bits") if of_bits else (over,)), SEED_AXIS, "model")  # their labels differ along a line
     lines: Lines = {}
     table: dict[tuple[str, str], list[list[str]]] = {}
-    best: dict[str, tuple[float, str]] = {}
-    positions = {label: axis_value(over, label) for label in sweep.axes.get(over, ())}
+    last: dict[str, dict[str, Figure]] = {}  # at the last label, by panel and line
+    positions, apart = axis_positions(over, sweep.axes.get(over, ()))
     for row in rows:
         figure, scale = row.figures[measure], 100 if row.figures[measure].share else 1
         panel, kind = row.labels.get("model", sweep.models[0]), labels_in_words(row.labels, along) or "all"
         label = f"{row.figures[over].value:.3f}" if of_bits else row.labels[over]
         x = row.figures[over].value if of_bits else positions[label]
-        # The line passes through unstructured patterns only.
-        joined = over != "sparsity" or parse_pattern(label).is_shareable
-        error, published = (None if y is None else scale * y for y in (figure.standard_error, figure.published))
+        joined = apart is None or x < apart
+        error, published = (None if y is None else scale * y for y in (figure.bar, figure.published))
         lines.setdefault((panel, kind), []).append(PlotPoint(x, scale * figure.value, error, published, joined))
         if figure.dense:
             lines.setdefault((panel, DENSE_LABEL), []).append(PlotPoint(x, scale * figure.dense.value))
@@ -253,26 +300,31 @@ def against(sweep: Sweep, rows: Sequence[Row], over: str, measure: str, *, name:
         values.append("" if published is None else f"{published:g}")
         table.setdefault((panel, kind), []).append([panel, line, label, *values])
         if not of_bits and label == sweep.axes[over][-1]:
-            order = -figure.value if figure.share else figure.value
-            text = f"{figure.short}{f' ({figure.change_text})' if figure.change_text else ''}, {kind}"
-            best[panel] = min(best.get(panel, (math.inf, "")), (order, text))
+            last.setdefault(panel, {})[kind] = figure
     title = f"{capitalized(spoken(measure))} against {over}"
-    text = f"{title}; the dashed line is the model before the run. "
+    text = f"{title}; the dashed line is the model before the run. {ERROR_BARS} "
     if of_bits:
         text += "Bits are those of the packed layers. Cells without integers are left out."
-    text += " ".join(f"{panel}: the best value at {sweep.axes[over][-1]} is {value}." for panel, (_, value) in best.items())
+    if apart is not None:
+        text += "Patterns that remove as many weights of each group stand apart, on the right. "
+    for panel, ranking in ((panel, rank_figures(figures)) for panel, figures in last.items()):
+        if ranking:
+            value = ", ".join(filter(None, (ranking.figure.short, ranking.figure.change_text)))
+            text += f"{panel}: {claim(ranking)}at {sweep.axes[over][-1]} ({value}). "
     ticks = {x: ", ".join(label for label in positions if positions[label] == x) for x in positions.values()}
 
     def set_ticks(axes: Axes) -> None:
         if of_bits:
-            axes.xaxis.set_major_locator(MaxNLocator(5))
+            _few_ticks(axes)
         else:
-            axes.set_xticks(list(ticks), list(ticks.values()), rotation=45 if len(ticks) > 4 else 0)
+            axes.set_xticks(list(ticks), list(ticks.values()), rotation=45 if len(ticks) > 8 else 0)
+        if apart is not None:
+            axes.axvline(apart, color=INK, lw=1, ls=":")
 
     panels = list(dict.fromkeys(panel for panel, _ in lines))
     drawing = line_figure(
         lines,
-        [panels[first : first + PANELS_A_ROW] for first in range(0, len(panels), PANELS_A_ROW)],
+        [panels],
         xlabel=over,
         ylabel=spoken(measure) + (", %" if any(row.figures[measure].share for row in rows) else ""),
         kinds=_kinds(sweep, along),
@@ -282,7 +334,7 @@ def against(sweep: Sweep, rows: Sequence[Row], over: str, measure: str, *, name:
     head = ["model", "line", over, ", ".join(dict.fromkeys(row.start for row in rows)), spoken(measure), "change", "paper"]
     cells = [line for of_line in table.values() for line in of_line]
     columns = len(head) if any(line[-1] for line in cells) else -1  # without the last if nothing is published
-    return Plot(name, title, text, head[:columns], [line[:columns] for line in cells], drawing)
+    return Plot(name, title, text.rstrip(), head[:columns], [line[:columns] for line in cells], drawing)
 
 
 def _kinds(sweep: Sweep, without: Sequence[str]) -> list[str]:
@@ -290,10 +342,29 @@ def _kinds(sweep: Sweep, without: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(labels_in_words(cell.labels, without) or "all" for cell in sweep.cells))
 
 
-def axis_value(axis: str, label: str) -> float:
-    """Position of a label on its axis; NaN if it is neither a number nor a pattern."""
-    if axis == "sparsity":
-        return 100 * parse_pattern(label).sparsity
+def axis_positions(axis: str, labels: Sequence[str]) -> tuple[dict[str, float], float | None]:
+    """The positions of labels on their axis, NaN for one that is neither a number nor a pattern.
+
+    Patterns such as N:M, which remove more error than unstructured ones of their sparsity, stand on the right of all of these.
+
+    Returns:
+        The positions, and that of the border between the two; None if there is one kind only.
+    """
+    if axis != "sparsity":
+        return {label: _number(label) for label in labels}, None
+    patterns = {label: parse_pattern(label) for label in labels}
+    plain = {label: 100 * pattern.sparsity for label, pattern in patterns.items() if pattern.is_shareable}
+    others = [label for label in labels if label not in plain]
+    right, step = (
+        max(plain.values(), default=0.0),
+        max(5.0, (max(plain.values(), default=0) - min(plain.values(), default=0)) / 5),
+    )
+    places = {label: right + number * step for number, label in enumerate(others, 1)}
+    return plain | places, right + step / 2 if plain and others else None
+
+
+def _number(label: str) -> float:
+    """A label as a number; NaN if it is none."""
     try:
         return float(label)
     except ValueError:
@@ -332,7 +403,9 @@ def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> l
 
 
 def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | None:
-    """The mean error of the layers of each block, for every cell."""
+    """The mean error of the layers of each block, for every cell; None of methods whose errors have different targets."""
+    if not one_target(report for _, report in reports):
+        return None
     series = [
         (cell, {block.index: sum(x.error for x in block.layers) / len(block.layers) for block in report.blocks if block.layers})
         for cell, report in reports
@@ -342,9 +415,7 @@ def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, Report]]) -> Plot | Non
         return None
     lowest = min(means, key=lambda name: means[name])
     text = (
-        f"Mean relative output error of each block's layers, {len(means)} cells; the lowest is {means[lowest]:.3g}, {lowest}. "
-        "Errors are relative to the targets of each method. Those of the default include the errors of earlier layers, so its "
-        "values are larger."
+        f"Mean relative output error of each block's layers, {len(means)} cells; the lowest is {means[lowest]:.3g}, {lowest}."
     )
     return Plot("depth", "Error by depth", text, *_series(sweep, series, "block", "mean relative error"))
 
@@ -384,7 +455,7 @@ def _series(
     positions = sorted({x for _, points in series for x in points})
     table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in positions)] for cell, points in series]
     rows, kinds = [list(x) for x in panels.values()], _kinds(sweep, along)
-    figure = line_figure(lines, rows, xlabel=xlabel, ylabel=ylabel, kinds=kinds, size=(2.2, 2.2), log=True)
+    figure = line_figure(lines, rows, xlabel=xlabel, ylabel=ylabel, kinds=kinds, size=(1.6, 2.2), log=True)
     return ["cell", *(f"{xlabel} {x}" for x in positions)], table, figure
 
 
@@ -405,7 +476,7 @@ def speed_plot(bench: Bench) -> Plot:
     groups = list(dict.fromkeys((speed.threads, speed.batch) for speed in bench.speeds))
     forms = list(dict.fromkeys(speed.form for speed in bench.speeds if speed.form != CEILING))
     speeds = {(x.threads, x.batch, x.form): x for x in bench.speeds}
-    figure = new_figure(FIGURE_WIDTH, 0.6 + (0.35 + 0.3 * len(forms)) * len(groups))
+    figure = new_figure(0.6 + (0.35 + 0.3 * len(forms)) * len(groups))
     for axes, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, strict=True):
         values = {form: speeds[*group, form].decode for form in forms}
         draw_bars(axes, values, [f"{x:,.1f}" for x in values.values()], [COLORS[2 if form == PACKED else 0] for form in forms])

@@ -11,7 +11,18 @@ from typing import Any
 
 from sparsellm.errors import capitalized
 from sparsellm.extensions.packed.record import CEILING, PACKED, TORCH, Bench, Speed
-from sparsellm.extensions.studies.measures import OF_RUN, Figure, Table, error_legend, mean_over_seeds, measures, spoken
+from sparsellm.extensions.studies.measures import (
+    OF_RUN,
+    OF_SIZE,
+    PACKED_SIZE,
+    SIZE,
+    Figure,
+    Table,
+    error_legend,
+    mean_over_seeds,
+    measures,
+    spoken,
+)
 from sparsellm.extensions.studies.sweep_file import Sweep, labels_in_words
 from sparsellm.extensions.studies.sweep_runner import Outcome
 from sparsellm.runtime.memory import human_bytes
@@ -113,6 +124,7 @@ def grid(sweep: Sweep, rows: Sequence[Row]) -> Table:
         [*key, *([spoken(name)] if with_measure else []), *(_cell(by_label[x], name) if x in by_label else "" for x in labels)]
         for key, by_label in lines.items()
         for name in names
+        if any(name in row.figures or row.trouble for row in by_label.values())
     ]
 
 
@@ -143,16 +155,20 @@ def _with_dense(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
         else:
             labels[""] = row.start
         if dense:
-            result.setdefault(("dense", *labels.values()), Row(labels, dense, row.seeds))
+            size = {
+                name: figure for name, figure in row.figures.items() if name == SIZE
+            }  # zeros are written like other numbers
+            result.setdefault(("dense", *labels.values()), Row(labels, dense | size, row.seeds))
         result[tuple(row.labels.values())] = row
     return list(result.values())
 
 
 def shown_measures(rows: Sequence[Row]) -> list[str]:
-    """The measures in a printed table: those of the pruned model on texts and tasks, and measures with published values."""
+    """The measures in a printed table: those on texts and tasks, those with published values, and sizes."""
     names = dict.fromkeys(name for row in rows for name in row.figures)
     published = {name for row in rows for name, figure in row.figures.items() if figure.published is not None}
-    return [name for name in names if name in published or name not in OF_RUN] or list(names)
+    chosen = [name for name in names if name in published or name not in OF_RUN]
+    return [name for name in names if name in chosen or name in OF_SIZE] if chosen else list(names)
 
 
 def _cell(row: Row, name: str) -> str:
@@ -171,11 +187,13 @@ def to_markdown(sweep: Sweep, rows: Sequence[Row]) -> str:
 def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     """Sentences below a table: the meaning of its errors, the sources of published values, and the missing cells."""
     figures = [figure for row in rows for figure in row.figures.values()]
-    subjects = " and ".join(map(spoken, shown_measures(rows)))
+    shown = shown_measures(rows)
+    subjects = " and ".join(spoken(name) for name in shown if name not in OF_SIZE)
     lines = [f"{capitalized(subjects)} of {', '.join(sweep.models)}."] if subjects else []
     if any(figure.change is not None for figure in figures):
         lines.append("In brackets: the change from the model before the run.")
     lines += error_legend(figures)
+    lines += ["Packed size: an estimate from above of what pack writes."] if PACKED_SIZE in shown else []
     sources = dict.fromkeys(figure.source for figure in figures if figure.source)
     lines += [f"Paper: {source}." for source in sources]
     lines += [sweep.ignored] if sweep.ignored else []

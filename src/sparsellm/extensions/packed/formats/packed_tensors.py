@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,41 +13,16 @@ from torch import Tensor
 from sparsellm.checkpoints.headers import stored_weights
 from sparsellm.checkpoints.readers import TensorHeader
 from sparsellm.errors import BadCheckpoint, dtype_name
-from sparsellm.extensions.integers.formats import IntegerFormat, mask_bits
+from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import Quantized, Scales
 from sparsellm.extensions.packed.formats import kernels
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
 from sparsellm.extensions.packed.packed_files import PackedEntry, can_hold, parse_entries, parts_of, sha256_of
+from sparsellm.outputs.sizes import estimated_bytes as estimated_bytes  # which target.py reads here
 
 DENSE_FROM = 0.9
 """Fraction of kept weights above which a layer is decoded when it is loaded: it runs faster dense."""
-
-SPARSE = 0.1
-"""Fraction of zeros from which a matrix is packed for running. With fewer, decoding costs more time than its bytes."""
-
-CODED_BITS = {"bfloat16": 11.2, "float16": 14.2, "float32": 27.2}
-"""Bits that a number of a dense Gaussian matrix takes in the plain form."""
-
-SAVED_BITS, SAVED_FROM = 0.7, 0.3
-"""Bits that a kept number takes less where so many small ones are removed, since few exponents are left."""
-
-
-def estimated_bytes(numel: int, removed: int, dtype: str) -> int:
-    """Estimate the bytes of a matrix in the plain form from above, within a few per cent for weights pruned by their size.
-
-    Args:
-        numel: Number of its weights.
-        removed: How many are removed. The estimate takes their positions for random.
-        dtype: Name of its dtype.
-    """
-    sparsity = removed / max(numel, 1)
-    item: torch.dtype = getattr(torch, dtype)
-    dense = numel * item.itemsize
-    if sparsity < SPARSE:
-        return dense
-    value = CODED_BITS[dtype] - SAVED_BITS * min(1.0, sparsity / SAVED_FROM) ** 2
-    return min(dense, math.ceil((numel * mask_bits(sparsity) + (numel - removed) * value) / 8))
 
 
 def encode_tensor(name: str, tensor: Tensor | Bitmask, archive: bool = False) -> dict[str, Tensor]:
