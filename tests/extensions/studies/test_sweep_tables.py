@@ -112,6 +112,23 @@ def test_a_combination_is_best_only_beyond_the_error_of_the_difference(tmp_path:
     assert "demo: alps at 50% (239)." in sweep_verdict(sweep, rows[:1], [])[1], "nothing is best of one"
 
 
+def test_sizes_have_columns_or_lines_and_stand_in_bytes_in_the_files(tmp_path: Path) -> None:
+    """With an axis as the columns, the size as written has one line, since all cells have the dense model's."""
+    for columns in (None, "sparsity"):
+        sweep, outcomes = with_figures(tmp_path, dense=8.0, columns=columns)
+        sized = [replace(x, report=x.report and replace(x.report, **made_up.SIZE)) for x in outcomes]
+        rows = table(sweep, sized)
+        head, lines = grid(sweep, rows)
+        if columns is None:
+            assert head[-2:] == ["size", "packed size"]
+            assert [line[-2:] for line in lines[:2]] == [["2.0 MiB", "-"], ["2.0 MiB", "2.0 MiB"]]
+        else:
+            assert [line[2] for line in lines].count("size") == 1
+            assert [line[2] for line in lines].count("packed size") == 2, "of both methods"
+        values = [x["value"] for x in csv.DictReader(to_csv(sweep, rows).splitlines()) if x["measure"] == "size"]
+        assert {float(value) for value in values} == {made_up.SIZE["weight_bytes"]}
+
+
 @pytest.mark.parametrize(("methods", "by_depth"), [(["wanda", "sparsegpt"], True), (["wanda", "sparsellm"], False)])
 def test_plots_of_a_sweep_say_what_its_verdict_says(methods: list[str], by_depth: bool, tmp_path: Path) -> None:
     """The caption calls nothing best that the verdict does not; errors of different targets are in no plot."""

@@ -120,12 +120,16 @@ def grid(sweep: Sweep, rows: Sequence[Row]) -> Table:
         lines.setdefault(tuple(_left(row, axes)), {})[row.labels[sweep.columns]] = row
     with_measure = len(names) != 1
     head = [*axes, *(["measure"] if with_measure else []), *labels]
-    return head, [
-        [*key, *([spoken(name)] if with_measure else []), *(_cell(by_label[x], name) if x in by_label else "" for x in labels)]
-        for key, by_label in lines.items()
-        for name in names
-        if any(name in row.figures or row.trouble for row in by_label.values())
-    ]
+    made: list[list[str]] = []
+    sizes: list[str] = []  # of the last line of sizes, which is not repeated
+    for key, by_label in lines.items():
+        for name in names:
+            cells = [_cell(by_label[x], name) if x in by_label else "" for x in labels]
+            known = any(name in row.figures or (row.trouble and name not in OF_SIZE) for row in by_label.values())
+            if known and not (name == SIZE and cells == sizes):
+                made.append([*key, *([spoken(name)] if with_measure else []), *cells])
+            sizes = cells if name == SIZE else sizes
+    return head, made
 
 
 def _left(row: Row, axes: Sequence[str]) -> list[str]:
