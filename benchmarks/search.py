@@ -45,7 +45,7 @@ def measure(model: str, settings: dict[str, Any]) -> None:
         shared = DenseCache(Path(folder) / "dense")
         for percent in range(1, HIGHEST + 1):
             report = prune_run(fast.model_copy(update={"sparsity": f"{percent}%"}), shared=shared).report
-            point = point_of(percent / 100, "fast", report, size=None, target=target)
+            point = point_of("sparsity", percent / 100, "fast", report, size=None, target=target)
             curve.append(point.increase)
             met.append(point.met)
         swept = time.process_time() - started
@@ -57,7 +57,7 @@ def measure(model: str, settings: dict[str, Any]) -> None:
         "largest": max((number for number, is_met in enumerate(met, 1) if is_met), default=0),
         "first_missed": met.index(False) + 1 if False in met else HIGHEST + 1,
         "bisected": bisect(lambda number: met[number - 1], HIGHEST),
-        "found": round(100 * search.sparsity),
+        "found": round(100 * search.value),
         "points": len(search.points),
         "increase": search.points[-1].increase,
         "sweep_seconds": swept,

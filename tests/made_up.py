@@ -102,9 +102,9 @@ def a_run(place: Path) -> Path:
     epochs = tuple(EpochResult("h.0", n, step, error, accepted) for step, n, error, accepted in steps)
     published = tuple(EpochResult("h.1", n, "published", 0.1 + n / 100, True, 0.2 / n) for n in (1, 2))
     points = (
-        Point(0.6, "standard", True, {TEXT: 60.0}, 0.1, {}, None, 1.0),
-        Point(0.8, "fast", False, {TEXT: 90.0}, 0.6, {}, None, 1.0),
-        Point(0.7, "fast", False, {TEXT: 66.0}, 0.2, {}, None, 1.0, undecided=True, increase_error=0.02),
+        Point("sparsity", 0.6, "standard", True, {TEXT: 60.0}, 0.1, {}, None, 1.0),
+        Point("sparsity", 0.8, "fast", False, {TEXT: 90.0}, 0.6, {}, None, 1.0),
+        Point("sparsity", 0.7, "fast", False, {TEXT: 66.0}, 0.2, {}, None, 1.0, undecided=True, increase_error=0.02),
     )
     matrix = MatrixSize("h.0.a", (10, 100), "bfloat16", 500, 0, 2000, 1100, packed=True)
     speeds = [Speed(TORCH, 1, 1, 20.0, 100.0), Speed(PACKED, 1, 1, 50.0, 60.0), Speed(CEILING, 1, 1, 200.0, None)]

@@ -15,7 +15,7 @@
     ├── SingularGram        (ArithmeticError)  a Gram matrix that is not positive definite even after damping
     ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
     ├── BrokenContract      (RuntimeError)     a solver or method that breaks a rule of results, such as the pattern
-    ├── TargetNotReached    (RuntimeError)     a search in which no sparsity meets the target
+    ├── TargetNotReached    (RuntimeError)     a search in which no value meets the target
     └── VerificationFailed  (RuntimeError)     a written checkpoint that differs from the pruned model
 
 A message states what is wrong, the value and the limit, and what to do. Callers add the location with ``add_note``.
@@ -114,10 +114,10 @@ class VerificationFailed(SparseLLMError, RuntimeError):
 
 
 class TargetNotReached(SparseLLMError, RuntimeError):
-    """A search in which no sparsity meets the target.
+    """A search in which no sparsity, or no number of bits, meets the target.
 
     Attributes:
-        points: The sparsities that were tried, as `sparsellm.extensions.studies.search_result.Point`.
+        points: The values that were tried, as `sparsellm.extensions.studies.search_result.Point`.
     """
 
     def __init__(self, message: str, points: Sequence[Any] = ()) -> None:

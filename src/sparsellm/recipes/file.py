@@ -74,20 +74,26 @@ def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None, 
     return recipes
 
 
-def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
-    """Read the recipe of a search, as `read_recipe` does; its sparsity is one that the other fields allow.
+def read_search(settings: Mapping[str, Any], config: str | Path | None, varied: Mapping[str, Any]) -> Recipe:
+    """Read the recipe of a search, as `read_recipe` does.
+
+    Args:
+        settings: As for `read_recipe`.
+        config: As for `read_recipe`; its values of what is varied are not used.
+        varied: The fields that the search sets, with a value that the other fields allow.
 
     Raises:
-        InvalidSetting: As `read_recipe`, and if something else sets the sparsities: `bits` or a file.
+        InvalidSetting: As `read_recipe`, and if something else sets the sparsities: a field in their place, or a file.
         BadCheckpoint: As `read_recipe`.
     """
     merged = _merged(settings, config)
-    if setting := next((name for name in Recipe.in_place_of_sparsity if merged.get(name) is not None), None):
-        raise InvalidSetting(
-            f"`{setting}` {merged[setting]} sets the sparsity of each layer, but a search looks for it. Leave it out."
-        )
-    recipe = read_recipe({**settings, "sparsity": "50%"}, config)
-    if (rule := recipe.allocation_rule) not in ALLOCATIONS:
+    for name in ("sparsity", *Recipe.in_place_of_sparsity):
+        if (value := (settings if name in varied else merged).get(name)) is not None:
+            raise InvalidSetting(
+                f"`{name}` {value} sets what a search looks for. Leave it out; `over` names the setting that is searched over."
+            )
+    recipe = read_recipe({**settings, **varied}, config)
+    if (rule := recipe.allocation_rule) not in (*ALLOCATIONS, *varied):
         raise InvalidSetting(
             f"`allocation` {rule} sets the sparsities itself, but a search needs a rule: {', '.join(ALLOCATIONS)}."
         )

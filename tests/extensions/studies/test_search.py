@@ -107,16 +107,16 @@ def test_a_search_equals_single_runs(
     assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
     fast = [point for point in result["points"] if point["effort"] == "fast"]
-    assert all(point["increase"] == curve[round(5 * point["sparsity"]) - 1] for point in fast)
-    assert max(point["sparsity"] for point in fast if point["met"]) == pytest.approx(expected / 5)
+    assert all(point["increase"] == curve[round(5 * point["value"]) - 1] for point in fast)
+    assert max(point["value"] for point in fast if point["met"]) == pytest.approx(expected / 5)
     assert {point["met"] for point in result["points"] if point["effort"] == "standard"} >= {True}
-    assert result["points"][-1]["sparsity"] <= expected / 5 + 1e-9
+    assert result["points"][-1]["value"] <= expected / 5 + 1e-9
     saved = load_report(out)
     search = SearchResult.of(saved)
     assert search is not None
-    assert [point.sparsity for point in search.points] == [point["sparsity"] for point in result["points"]]
+    assert [point.value for point in search.points] == [point["value"] for point in result["points"]]
     assert command("verify", out, "--against", loud["llama"]).exit_code == 0
-    alone = sparsellm.prune(loud["llama"], sparsity=result["sparsity"], **settings).save_pretrained(tmp_path / "alone")
+    alone = sparsellm.prune(loud["llama"], sparsity=result["value"], **settings).save_pretrained(tmp_path / "alone")
     found, single = compared(out), compared(alone)
     assert found["report"].pop("search")["target"] == result["target"]
     assert found == single
@@ -174,9 +174,9 @@ def test_a_search_for_an_accuracy_equals_single_runs(
     done = command("search", loud["llama"], tmp_path / "out", *ACCURACY, "--task-data", questions, "--json")
     assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["sparsity"] == bisect(lambda number: met[number - 1], len(met)) / 5
+    assert result["value"] == bisect(lambda number: met[number - 1], len(met)) / 5
     for point in result["points"]:
-        assert point["accuracy"] == {"arc_easy": accuracies[round(5 * point["sparsity"]) - 1]}
+        assert point["accuracy"] == {"arc_easy": accuracies[round(5 * point["value"]) - 1]}
         assert point["met"] == (point["accuracy"]["arc_easy"] >= 0.3)
     again = command("evaluate", tmp_path / "out", "--task", "arc_easy", "--task-data", questions, "--json")
     assert json.loads(again.stdout)["accuracy"]["arc_easy"]["value"] == result["report"]["tasks"]["arc_easy"]["pruned"]["value"]
@@ -232,9 +232,9 @@ def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
     seen: list[object] = []
     result = sparsellm.search(loud["llama"], tmp_path / "out", max_perplexity_increase=1.0, **settings, observe=seen.append)
     assert len(final) == 2
-    assert sparsellm.parse_pattern(final[1]).sparsity == result.sparsity
-    assert sparsellm.parse_pattern(final[0]).sparsity == pytest.approx(result.sparsity + 0.1)
-    assert any(isinstance(event, Note) and f"{final[0]} misses the target" in event.text for event in seen)
+    assert sparsellm.parse_pattern(final[1]).sparsity == result.value
+    assert sparsellm.parse_pattern(final[0]).sparsity == pytest.approx(result.value + 0.1)
+    assert any(isinstance(event, Note) and "the target is missed" in event.text and final[0] in event.text for event in seen)
     assert [point.met for point in result.points if point.effort == "standard"] == [True, False]
     assert load_report(tmp_path / "out").recipe.sparsity == final[1]
 
@@ -247,16 +247,17 @@ def test_a_search_that_ends_at_its_largest_sparsity_says_so(
     target = ("--max-perplexity-increase", "1e9%")
     done = command("search", *words, *method, tmp_path / "out", *target)
     assert done.exit_code == 0, done.stderr
+    assert "output at" not in done.stderr
     saved = load_report(tmp_path / "out")
     (note,) = (text for text in saved.notes if "that is tried" in text)
     assert note == (
-        "90% has a perplexity increase of at most 1000000000 %, and is the largest sparsity that is tried. "
+        "the model at 90% has a perplexity increase of at most 1000000000 %, and has the largest sparsity that is tried. "
         "Pass a smaller --step for larger ones"
     )
     assert f"note: {note}" in done.stderr.splitlines()
     search = SearchResult.of(saved)
     assert search is not None
-    assert [point.sparsity for point in search.points] == [0.5, 0.7, 0.8, 0.9]
+    assert [point.value for point in search.points] == [0.5, 0.7, 0.8, 0.9]
     assert command("verify", tmp_path / "out").exit_code == 0
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     assert not (tmp_path / "out" / ".sparsellm").exists()
@@ -267,9 +268,9 @@ def test_a_search_that_ends_at_its_largest_sparsity_says_so(
     [
         (
             ("--step", "19%", "--max-perplexity-increase", "1e9%"),
-            "95% has * the largest sparsity * A pruning run takes larger ones",
+            "the model at 95% has * the largest sparsity * A pruning run takes larger ones",
         ),
-        (("--max-size", "1GB"), "10% has * the smallest sparsity * Pass a smaller --step for smaller ones"),
+        (("--max-size", "1GB"), "the model at 10% has * the smallest sparsity * Pass a smaller --step for smaller ones"),
     ],
 )
 def test_each_bound_of_a_search(
@@ -285,14 +286,14 @@ def test_the_last_trial_is_no_output_where_it_misses_the_target(
 ) -> None:
     """The largest sparsity that met the target is pruned again, to the bytes of a run of its own."""
     monkeypatch.setattr(
-        searching, "point_of", lambda sparsity, *x, **y: replace(real_point(sparsity, *x, **y), met=sparsity < 0.85)
+        searching, "point_of", lambda over, value, *x, **y: replace(real_point(over, value, *x, **y), met=value < 0.85)
     )
     runs: list[str] = []
     observe = {"observe": lambda event: runs.append(event.name) if isinstance(event, NextRun) else None}
     target = {"max_perplexity_increase": 1e-9, "method": "wanda"}
     result = sparsellm.search(loud["llama"], tmp_path / "out", **target, **settings, **observe)
     assert runs == ["trying 50%", "trying 70%", "trying 80%", "trying 90%", "output at 80%"]
-    assert result.sparsity == 0.8
+    assert result.value == 0.8
     del settings["step"]
     sparsellm.prune(loud["llama"], "wanda", "80%", **settings).save_pretrained(tmp_path / "alone")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "alone")]
@@ -304,12 +305,12 @@ def test_an_unreachable_target_shows_the_curve_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(Target, "decide", lambda self, increases, accuracy: Decision(met=not list(increases), undecided=False))
     done = command("search", *words, tmp_path / "out", "--max-perplexity-increase", "1%")
-    refused(done, "No sparsity has a perplexity increase of at most 1 %: 10% has")
+    refused(done, "No sparsity has a perplexity increase of at most 1 %: a perplexity increase of")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["sparsity", "10", "20", "50"]
     assert not (tmp_path / "out").exists()
     done = command("search", *words, tmp_path / "out", "--max-perplexity-increase", "1%", "--json")
     assert done.exit_code == 1
-    assert [point["sparsity"] for point in json.loads(done.stdout)["points"]] == [0.1, 0.2, 0.5]
+    assert [point["value"] for point in json.loads(done.stdout)["points"]] == [0.1, 0.2, 0.5]
 
 
 def test_a_dense_model_that_misses_the_target_ends_the_search_at_once(
@@ -334,11 +335,72 @@ def test_a_size_is_met_by_the_smallest_sparsity(family: str, tiny: dict[str, Pat
     sparsellm.prune(tiny[family], "magnitude", "60%").save_pretrained(tmp_path / "60")
     limit = size(tmp_path / "60") * 105 // 100
     result = sparsellm.search(tiny[family], tmp_path / "out", max_size=limit, method="magnitude")
-    assert result.sparsity == pytest.approx(0.6, abs=0.04)
+    assert result.value == pytest.approx(0.6, abs=0.04)
     assert 0.93 * limit < size(tmp_path / "out") <= limit
     with pytest.raises(TargetNotReached, match="95% takes"):
         sparsellm.search(tiny[family], tmp_path / "none", max_size="1kB", method="magnitude")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "sparsellm"])
+def test_a_search_over_bits_finds_the_fewest(
+    method: str, words: tuple[object, ...], settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    """The next number of bits does not meet the target, and the output is that of a run with these bits."""
+    pytest.importorskip("matplotlib")
+    options = ("--over", "bits", "--step", "1", "--method", method, "--max-perplexity-increase", "3%")
+    done = command("search", *words[:-2], *options, tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["over"] == "bits"
+    tried = {point["value"]: point["met"] for point in found["points"] if point["effort"] != "standard"}
+    assert tried[found["value"]]
+    assert not tried.get(found["value"] - 1, False)
+    assert sorted(tried, reverse=True) == list(tried)
+    del settings["step"]
+    sparsellm.prune(loud["llama"], method, bits=found["value"], **settings).save_pretrained(tmp_path / "alone")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "alone")]
+    assert files[0] == files[1]
+    assert command("verify", tmp_path / "out", "--against", loud["llama"]).exit_code == 0
+    assert "Bits that the search tried" in sparsellm.report(tmp_path / "out").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_size_is_met_by_the_most_bits(
+    family: str, tiny: dict[str, Path], settings: dict[str, Any], tmp_path: Path, command: Command
+) -> None:
+    """Nothing is tried. A size that masks and scales alone exceed is refused with that of the fewest bits."""
+
+    def size(bits: float) -> int:
+        out = tmp_path / f"{bits}"
+        sparsellm.prune(tiny[family], "magnitude", bits=bits, output=out, overwrite=True, **settings)
+        sparsellm.pack(out, packed := tmp_path / f"{bits}-packed", allow_dense=True, overwrite=True)
+        return sum(tensor.nbytes for tensor in load_file(packed / "model.safetensors").values())
+
+    del settings["step"], settings["evaluate"]
+    over: dict[str, Any] = {"method": "magnitude", "over": "bits", "step": 1.0, **settings}
+    events: list[object] = []
+    limit = 102 * size(4.0) // 100
+    result = sparsellm.search(tiny[family], tmp_path / "out", max_size=limit, observe=events.append, **over)
+    assert result.value in (3.0, 4.0)
+    assert size(result.value) <= limit
+    assert sum(isinstance(event, NextRun) for event in events) == 1
+    with pytest.raises(TargetNotReached, match=r"No number of bits has .*: [12] bits a weight takes"):
+        sparsellm.search(tiny[family], tmp_path / "none", max_size="1kB", **over)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_search_over_bits_of_a_model_that_is_mostly_embeddings_says_so(
+    settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path
+) -> None:
+    """Once. The output head is refused as by `prune`."""
+    over: dict[str, Any] = {"method": "magnitude", "over": "bits", "max_size": "1GB", **settings, "step": 2}
+    events: list[object] = []
+    sparsellm.search(loud["llama"], tmp_path / "some", observe=events.append, blocks="0", **over)
+    assert sum(isinstance(event, Note) and "embeddings, output head and other weights" in event.text for event in events) == 1
+    with pytest.raises(InvalidSetting, match="leave the output head out"):
+        sparsellm.search(loud["llama"], tmp_path / "head", include=["*_proj", "lm_head"], **over)
+    assert not (tmp_path / "head").exists()
 
 
 def test_what_targets_mean() -> None:
@@ -365,13 +427,13 @@ def test_an_increase_within_its_error_of_the_target_is_undecided(change: float, 
     """4.5 and 5.3 % with an error of 7.6 % are one or the other; with one of 0.1 % they are below and above 5 %."""
     decision = Target.read("5%").decide([Difference(-0.5, 0.01), Difference(change, error)], {})
     assert decision == Decision(met=answer == "yes", undecided=answer == "undecided")
-    point = Point(0.5, "fast", decision.met, {}, change, {}, None, 1.0, decision.undecided, error)
+    point = Point("sparsity", 0.5, "fast", decision.met, {}, change, {}, None, 1.0, decision.undecided, error)
     assert point.answer == answer
-    assert point.describe() == f"50% has a perplexity increase of {100 * change:.1f} ± {100 * error:.1f} %"
+    assert point.describe() == f"a perplexity increase of {100 * change:.1f} ± {100 * error:.1f} % at 50%"
     note = undecided_note([point, point], Target.read("5%"))
     assert bool(note) == (answer == "undecided")
     if note:
-        assert note.startswith("whether 50% and 50% have a perplexity increase of at most 5 % cannot be told (50% has a ")
+        assert note.startswith("whether the model at 50% and 50% has a perplexity increase of at most 5 % cannot be told (a ")
         assert "they count as missing it. Measure on more text, `evaluate_limit`" in note
     assert outcome(replace(point, increase_error=None, undecided=False), Target.read("5%")).endswith("with an unknown error")
 
@@ -381,8 +443,10 @@ def test_an_accuracy_within_its_error_of_the_target_is_told() -> None:
     target = Target.read(min_accuracy="boolq:0.6")
     for value, met, undecided in ((0.61, True, True), (0.59, False, True), (0.7, True, False), (0.5, False, False)):
         assert target.decide([], {"boolq": Accuracy(value, 0.02, None, 600)}) == Decision(met, undecided)
-    point = Point(0.5, "magnitude", True, {}, None, {"boolq": 0.61}, None, 1.0, undecided=True)
-    assert outcome(point, target) == f"was measured to have {target}, but so close to it that this cannot be told"
+    point = Point("sparsity", 0.5, "magnitude", True, {}, None, {"boolq": 0.61}, None, 1.0, undecided=True)
+    assert (
+        outcome(point, target) == f"the model at 50% was measured to have {target}, but so close to it that this cannot be told"
+    )
 
 
 def test_a_search_says_which_sparsities_it_cannot_decide(
@@ -400,9 +464,11 @@ def test_a_search_says_which_sparsities_it_cannot_decide(
     assert done.exit_code == 0, done.stderr
     assert "+9.0 ± 2.0 %  undecided" in done.stdout
     assert "+2.0 ± 2.0 %        yes" in done.stdout
-    assert "note: whether 50% has a perplexity increase of at most 10 % cannot be told (50% has a perplexity" in done.stderr
+    assert (
+        "note: whether the model at 50% has a perplexity increase of at most 10 % cannot be told (a perplexity" in done.stderr
+    )
     assert "it counts as missing it. Measure on more text, --evaluate-limit, to decide" in done.stderr
-    assert "40 % has a perplexity increase of at most 10 %." in done.stdout
+    assert "The model at 40% has a perplexity increase of at most 10 %." in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -421,6 +487,13 @@ def test_a_search_says_which_sparsities_it_cannot_decide(
         (INCREASE | {"step": "none"}, "`step`"),
         (INCREASE | {"allocation": "shares.yaml"}, "`allocation`"),
         (INCREASE | {"bits": 3.0}, "`bits`"),
+        (INCREASE | {"sparsity": 0.5}, "`sparsity`"),
+        (INCREASE | {"over": "scales"}, "`over` must be sparsity or bits"),
+        (INCREASE | {"over": "bits", "step": "1%"}, "`step` must be a number of bits"),
+        (INCREASE | {"over": "bits", "step": 3}, "`step` must be from 0.01 bits a weight to 2 bits a weight"),
+        (INCREASE | {"over": "bits", "step": 1, "values": "int4"}, "`values`"),
+        (INCREASE | {"over": "bits", "step": 1, "allocation": "owl"}, "`allocation`"),
+        (INCREASE | {"over": "bits", "step": 1, "bits": 3.0}, "`bits`"),
         (INCREASE | {"evaluate": []}, "`evaluate`"),
     ],
 )

@@ -26,7 +26,7 @@ from sparsellm.cli.console import (
     text_table,
 )
 from sparsellm.cli.run_options import Extras, extended, observing
-from sparsellm.errors import plural
+from sparsellm.errors import capitalized, plural
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
 SweepOut = Annotated[
@@ -58,7 +58,11 @@ MinAccuracy = Annotated[
     list[str] | None, _target(metavar="TASK:ACCURACY", help="Smallest accuracy on a zero-shot task, as boolq:0.60.")
 ]
 MaxSize = Annotated[str | None, _target(metavar="SIZE", help="Size of the weights, as 500MB, once `pack` has packed them.")]
-StepOption = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
+Over = Annotated[
+    str, _target(metavar="[sparsity|bits]", help="Setting to search over: sparsity, or bits a weight as --bits of prune.")
+]
+_STEP = "Distance between the values to choose from: a percentage, or a number of bits."
+StepOption = Annotated[str | None, _target(metavar="DISTANCE", help=_STEP, show_default="1%, or 0.1 bits")]
 _REPORTED = "Folders of pruned models or of sweeps; several, of one dense model, are compared."
 Reported = Annotated[list[str], typer.Argument(metavar="RUN", help=_REPORTED)]
 _PAGE_DEFAULT = "RUN.html, beside RUN; none for several or for --json alone"
@@ -170,7 +174,8 @@ def search(
     max_perplexity_increase: MaxIncrease = None,
     min_accuracy: MinAccuracy = None,
     max_size: MaxSize = None,
-    step: StepOption = "1%",
+    over: Over = "sparsity",
+    step: StepOption = None,
     config: options.Config = None,
     overwrite: options.Overwrite = False,
     quiet: options.QuietOption = False,
@@ -178,44 +183,54 @@ def search(
     extras: Extras,
     **settings: Any,
 ) -> None:
-    """Prune a model to the largest sparsity that meets a target.
+    """Prune a model as far as a target allows.
 
-    The sparsity is found with --effort fast, and the output is pruned with the effort given. Run the command again to continue
-    an interrupted search.
+    The largest sparsity, or the fewest bits, that meet the target are found with --effort fast, and the output is pruned with
+    the effort given. Run the command again to continue an interrupted search.
 
     Example: sparsellm search demo:opt opt-5 --max-perplexity-increase 5% --calibration demo --evaluate demo --samples 16
     """
     with report_errors(context):
         from sparsellm.errors import TargetNotReached
+        from sparsellm.extensions.studies.searched import searched_setting
         from sparsellm.recipes.file import read_search
-        from sparsellm.solvers.patterns import parse_pattern
 
-        recipe = read_search(settings | ({"model": model} if model else {}), config)
+        setting = searched_setting(over)
+        distance = setting.read_step(step)
+        recipe = read_search(settings | ({"model": model} if model else {}), config, setting.fields(setting.start))
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
-        distance = parse_pattern(step, "step").sparsity
 
         from sparsellm.cli.result_text import print_summary
-        from sparsellm.extensions.studies.search import search_sparsity
+        from sparsellm.extensions.studies.search import run_search
         from sparsellm.extensions.studies.search_result import search_table
         from sparsellm.extensions.studies.target import Target
 
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         try:
             with observing(context, extras, quiet=quiet) as observe:
-                result = search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observe)
+                result = run_search(recipe, output, target, setting, step=distance, overwrite=overwrite, observe=observe)
         except TargetNotReached as error:
             if as_json:
-                print_json({"target": str(target), "sparsity": None, "points": [asdict(point) for point in error.points]})
+                print_json(
+                    {"over": over, "target": str(target), "value": None, "points": [asdict(point) for point in error.points]}
+                )
             elif error.points:
                 show(stdout, text_table(*search_table(error.points)))
             raise
         if as_json:
-            found = {"target": result.target, "sparsity": result.sparsity, "points": [asdict(point) for point in result.points]}
-            print_json(found | {"report": result.report.to_dict(), "output": str(result.output)})
+            found = {"over": over, "target": result.target, "value": result.value}
+            print_json(
+                found
+                | {
+                    "points": [asdict(point) for point in result.points],
+                    "report": result.report.to_dict(),
+                    "output": str(result.output),
+                }
+            )
             return
         show(stdout, text_table(*search_table(result.points)))
-        print_line(stdout, f"{100 * result.sparsity:.5g} % {result.outcome}.")
+        print_line(stdout, f"{capitalized(result.outcome)}.")
         print_summary(stdout, result.report, str(result.output))
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
@@ -21,7 +21,8 @@ from sparsellm.extensions.studies.compare import Comparison, read_comparison
 from sparsellm.extensions.studies.figures import style
 from sparsellm.extensions.studies.page import comparison_page, figure_files, page_name, report_page, speed_page
 from sparsellm.extensions.studies.run_again import bench_command
-from sparsellm.extensions.studies.search import Search, search_sparsity
+from sparsellm.extensions.studies.search import Search, run_search
+from sparsellm.extensions.studies.searched import searched_setting
 from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import Outcome, run_sweep
 from sparsellm.extensions.studies.tables import write_tables
@@ -36,7 +37,6 @@ from sparsellm.recipes.file import read_search
 from sparsellm.recipes.keyword_types import PruneKeywords
 from sparsellm.recipes.keywords import recipe_keywords
 from sparsellm.recipes.plugins import load_plugins
-from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path
 
@@ -131,7 +131,8 @@ def search(
     max_perplexity_increase: str | float | None = None,
     min_accuracy: Mapping[str, float] | str | None = None,
     max_size: str | int | None = None,
-    step: str | float = "1%",
+    over: Literal["sparsity", "bits"] = "sparsity",
+    step: str | float | None = None,
     method: MethodName | str = "sparsellm",
     calibration: str | Path | None = None,
     overwrite: bool = False,
@@ -139,19 +140,20 @@ def search(
     observe: Observer | None = None,
     **settings: Unpack[PruneKeywords],
 ) -> Search:
-    """Find the largest sparsity that meets a target, and write the model pruned to it.
+    """Find the largest sparsity or the fewest bits that meet a target, and write the model pruned to them.
 
-    The sparsity is found by bisection with the effort "fast"; the output is pruned with the effort given. If the output then
-    misses the target, the next smaller sparsity is pruned. Called again after an interruption, the search continues.
+    The value is found by bisection with the effort "fast"; the output is pruned with the effort given. If the output then
+    misses the target, the value before is pruned. Called again after an interruption, the search continues.
 
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama".
         output: Folder to write.
         max_perplexity_increase: Largest relative increase of the perplexity on every text in `evaluate`, as "5%" or 0.05.
         min_accuracy: Smallest accuracy by zero-shot task, as {"boolq": 0.6}.
-        max_size: Size of the weights, as "500MB", once `pack` has packed them, by an estimate. The smallest sparsity that
-            meets it is computed, not searched.
-        step: Distance between the sparsities to choose from, up to 95 %.
+        max_size: Size of the weights, as "500MB", once `pack` has packed them, by an estimate. The smallest sparsity, or the
+            most bits, that meet it are computed, not searched.
+        over: The setting to search over: sparsity, or bits a weight as `bits` of `prune`.
+        step: Distance between the values to choose from. Default: "1%" up to 95 %, or 0.1 bits from 8 down.
         method: As for `prune`; methods other than sparsellm have no efforts.
         calibration: A text file, or the name of a text (c4, wikitext2, ptb, demo).
         overwrite: Replace an existing folder that sparsellm wrote.
@@ -160,19 +162,20 @@ def search(
         **settings: Any other field of `Recipe`.
 
     Returns:
-        The sparsity, all points that were measured, and the report of the output.
+        The value, all points that were measured, and the report of the output.
 
     Raises:
-        TargetNotReached: No sparsity meets the target. Nothing is written.
+        TargetNotReached: No value meets the target. Nothing is written.
         SparseLLMError: As `prune`.
     """
     target = Target.read(max_perplexity_increase, min_accuracy, max_size)
     text = None if calibration is None else str(calibration)
-    recipe = read_search({"model": checkpoint_name(model), **settings, "method": method, "calibration": text})
-    distance = parse_pattern(step, "step").sparsity
+    fields = {"model": checkpoint_name(model), **settings, "method": method, "calibration": text}
+    setting = searched_setting(over)
+    recipe, distance = read_search(fields, None, setting.fields(setting.start)), setting.read_step(step)
     with Display("auto" if progress else "off") as display:
         observer = combine_observers(display, observe)
-        return search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observer)
+        return run_search(recipe, output, target, setting, step=distance, overwrite=overwrite, observe=observer)
 
 
 @overload

@@ -77,7 +77,7 @@ def at_bound(layers: Sequence[LayerResult]) -> dict[str, str]:
 
 
 def searched(report: Report) -> Plot | None:
-    """The curve of a search: perplexity or accuracy, on the first text or task, against the sparsity."""
+    """The curve of a search: perplexity or accuracy, on the first text or task, against what was varied."""
     if (search := SearchResult.of(report)) is None:
         return None
     points = [(x, value) for x in search.points for value in [*x.perplexity.values(), *x.accuracy.values()][:1]]
@@ -87,9 +87,10 @@ def searched(report: Report) -> Plot | None:
     label = f"{'perplexity' if points[0][0].perplexity else 'accuracy'} on {next(iter(name.values()))}"
     lines: Lines = {}
     for x, value in points:
-        lines.setdefault(("", x.effort), []).append(PlotPoint(100 * x.sparsity, value))
-    figure = line_figure(lines, [[""]], xlabel="sparsity, %", ylabel=label, kinds=[effort for _, effort in lines])
-    text = f"Sparsities that the search tried, for {search.target}: {sum(x.met for x, _ in points)} of {len(points)} meet it."
+        lines.setdefault(("", x.effort), []).append(PlotPoint(x.value * (100 if x.over == "sparsity" else 1), value))
+    values, xlabel = {"sparsity": ("Sparsities", "sparsity, %"), "bits": ("Bits", "bits a weight")}[points[0][0].over]
+    figure = line_figure(lines, [[""]], xlabel=xlabel, ylabel=label, kinds=[effort for _, effort in lines])
+    text = f"{values} that the search tried, for {search.target}: {sum(x.met for x, _ in points)} of {len(points)} meet it."
     if unsure := sum(x.undecided for x, _ in points):
         text += f" {unsure} cannot be decided: the measurement is within its error of the target."
     return Plot("search", "Search", text, *search_table(search.points), figure)

@@ -10,17 +10,18 @@ from pydantic import TypeAdapter
 
 from sparsellm.evaluation.differences import Difference
 from sparsellm.extensions.studies.measures import Table
+from sparsellm.extensions.studies.searched import SEARCHED
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.sections import Section
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.patterns import Unstructured
 
 
 @dataclass(frozen=True)
 class Point:
-    """One sparsity of a search.
+    """One value of the setting that a search varies.
 
     Attributes:
+        over: The setting, "sparsity" or "bits".
         effort: Effort of the method sparsellm, or the name of another method.
         met: Whether the target is met.
         undecided: Whether the measurement is within its error of the target, so that `met` may be wrong.
@@ -29,7 +30,8 @@ class Point:
         size: Bytes of the packed weights; None unless the target is a size.
     """
 
-    sparsity: float
+    over: str
+    value: float
     effort: str
     met: bool
     perplexity: Mapping[str, float]
@@ -39,6 +41,11 @@ class Point:
     seconds: float
     undecided: bool = False
     increase_error: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The value in a sentence, as "50%" or "3 bits a weight"."""
+        return SEARCHED[self.over].label(self.value)
 
     @property
     def answer(self) -> str:
@@ -51,20 +58,20 @@ class Point:
         return Difference(self.increase or 0.0, self.increase_error).short
 
     def describe(self) -> str:
-        """The sparsity with what was measured of it."""
+        """What was measured at the value."""
         figures = [f"an accuracy of {value:.3g} on {task}" for task, value in self.accuracy.items()]
         figures = figures or [f"a perplexity increase of {self.increase_text.removeprefix('+')}"]
-        return f"{Unstructured(self.sparsity)} has {', '.join(figures)}"
+        return f"{', '.join(figures)} at {self.label}"
 
 
 def search_table(points: Sequence[Point]) -> Table:
-    """A line for each sparsity that a search tried."""
+    """A line for each value that a search tried."""
     first = points[0]
-    head = ["sparsity", "effort", *(f"perplexity on {text}" for text in first.perplexity)]
+    head = [first.over, "effort", *(f"perplexity on {text}" for text in first.perplexity)]
     head += [*(f"{task}, %" for task in first.accuracy), *["increase"] * (first.increase is not None)]
     rows = []
     for x in points:
-        row = [f"{100 * x.sparsity:.5g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
+        row = [SEARCHED[x.over].cell(x.value), x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
         row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
         row += [x.increase_text] if first.increase is not None else []
         row += [human_bytes(x.size or 0)] if first.size is not None else []
@@ -74,7 +81,7 @@ def search_table(points: Sequence[Point]) -> Table:
 
 @dataclass(frozen=True)
 class SearchResult(Section):
-    """The target of a search, in words, and the sparsities that it tried."""
+    """The target of a search, in words, and the values that it tried."""
 
     target: str
     points: tuple[Point, ...]

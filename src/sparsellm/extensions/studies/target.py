@@ -8,24 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.errors import InvalidSetting, dtype_name
+from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.differences import MEASURABLE, Difference
 from sparsellm.evaluation.results import Accuracy
-from sparsellm.extensions.packed.formats.packed_tensors import estimated_bytes
 from sparsellm.extensions.studies.search_result import Point
-from sparsellm.models.output_head import blocks_and_head
+from sparsellm.extensions.studies.searched import SEARCHED
 from sparsellm.outputs.report import Report
-from sparsellm.pipeline.loading import OpenedModel
-from sparsellm.pipeline.preparation import make_plan
 from sparsellm.recipes.fields import parse_size
 from sparsellm.recipes.path_names import PathNames
-from sparsellm.recipes.recipe import Recipe
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.patterns import Unstructured
-
-HIGHEST = 0.95
-"""The largest sparsity that a search tries; beyond it, models of any size are far from the dense one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Target:
     Attributes:
         perplexity_increase: Largest relative increase of the perplexity on every text that the recipe evaluates.
         accuracy: Smallest accuracy by task.
-        size: Largest number of bytes of the weights, as `packed_size` estimates it.
+        size: Largest number of bytes of the weights, as they are estimated once packed.
     """
 
     perplexity_increase: float | None = None
@@ -113,8 +104,8 @@ class Decision:
     undecided: bool
 
 
-def point_of(sparsity: float, effort: str, report: Report, *, size: int | None, target: Target) -> Point:
-    """The measurements at a sparsity, and whether they meet the target."""
+def point_of(over: str, value: float, effort: str, report: Report, *, size: int | None, target: Target) -> Point:
+    """The measurements at a value of the setting that is searched over, and whether they meet the target."""
     perplexity = {text: x["pruned"].value if "pruned" in x else math.inf for text, x in report.perplexity.items()}
     accuracy = {task: x["pruned"] for task, x in report.tasks.items() if "pruned" in x}
     changes = {text: report.change(text) for text, x in report.perplexity.items() if "dense" in x}
@@ -124,7 +115,8 @@ def point_of(sparsity: float, effort: str, report: Report, *, size: int | None, 
     decision = Decision(met=True, undecided=False) if size is not None else target.decide(changes.values(), accuracy)
     names = PathNames(report.recipe)
     return Point(
-        sparsity,
+        over,
+        value,
         effort,
         met=decision.met,
         perplexity=names.keys(perplexity),
@@ -138,7 +130,7 @@ def point_of(sparsity: float, effort: str, report: Report, *, size: int | None, 
 
 
 def undecided_note(points: Sequence[Point], target: Target) -> str:
-    """Which of these sparsities cannot be told to meet the target or to miss it, and what to do; empty if all can."""
+    """Which of these values cannot be told to meet the target or to miss it, and what to do; empty if all can."""
     if target.size is not None:
         return ""
     if any(x.increase is not None and math.isfinite(x.increase) and x.increase_error is None for x in points):
@@ -146,57 +138,39 @@ def undecided_note(points: Sequence[Point], target: Target) -> str:
     unsure = [x for x in points if x.undecided]
     if not unsure:
         return ""
-    names, they = " and ".join(str(Unstructured(x.sparsity)) for x in unsure), "they" if len(unsure) > 1 else "it"
+    names, they = " and ".join(x.label for x in unsure), "they" if len(unsure) > 1 else "it"
     counted = f"{they} count{'' if len(unsure) > 1 else 's'} as missing it. Measure on more text, `evaluate_limit`,"
     if target.accuracy:
         counted = "the values decide. Measure on more questions, `task_limit`,"
     measured = ", ".join(x.describe() for x in unsure)
     return (
-        f"whether {names} {'have' if len(unsure) > 1 else 'has'} {target} cannot be told ({measured}): within "
-        f"{MEASURABLE:.0f} standard errors of that, {counted} to decide"
+        f"whether the model at {names} has {target} cannot be told ({measured}): within {MEASURABLE:.0f} standard errors of "
+        f"that, {counted} to decide"
     )
 
 
 def outcome(point: Point, target: Target) -> str:
-    """The predicate of a sentence about a sparsity: it has the target, or why that is not certain."""
+    """What is known of the model of a point, in a sentence: it has the target, or why that is not certain."""
+    model = f"the model at {point.label}"
     if point.undecided:
-        return f"was measured to have {target}, but so close to it that this cannot be told"
+        return f"{model} was measured to have {target}, but so close to it that this cannot be told"
     if point.size is None and point.increase is not None and point.increase_error is None:
-        return f"was measured to have {target}, with an unknown error"
-    return f"has {target}"
+        return f"{model} was measured to have {target}, with an unknown error"
+    return f"{model} has {target}"
 
 
 def bound_note(point: Point, target: Target, grid: Sequence[float]) -> str:
-    """That a search ended at a bound of the sparsities it tries, and what to change; empty if it did not.
+    """That a search ended at a bound of the values that it tries, and what to change; empty if it did not.
 
     Args:
-        point: The sparsity that it found.
-        grid: The sparsities to choose from, in increasing order.
+        point: The value that it found.
+        grid: The values to choose from.
     """
-    if point.sparsity != (grid[-1] if target.size is None else grid[0]):
+    last = target.size is None
+    if point.value != grid[-1 if last else 0]:
         return ""
-    most, more = ("largest", "larger") if target.size is None else ("smallest", "smaller")
-    advice = f"A pruning run takes {more} ones"
-    if target.size is not None or grid[-1] < HIGHEST - 1e-9:
-        advice = f"Pass a smaller `step` for {more} ones"
-    return f"{Unstructured(point.sparsity)} {outcome(point, target)}, and is the {most} sparsity that is tried. {advice}"
-
-
-def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
-    """Upper estimate of the bytes of a pruned model's weights once they are packed.
-
-    Args:
-        recipe: Selects the layers and the dtype.
-    """
-    _, plan = make_plan(recipe.model_copy(update={"sparsity": str(Unstructured(sparsity))}), opened)
-    blocks = blocks_and_head(opened.skeleton, plan)
-    counts = [x.in_features * x.out_features for b in blocks for n, x in b.layers.items() if b.full_name(n) in plan]
-    assert isinstance(opened.source, Checkpoint)
-    dtype = opened.source.dtype(recipe.dtype)
-    pruned = sum(counts)
-    zeros: int = round(sparsity * pruned) - len(counts)  # each layer rounds its count
-    others: int = sum(tensor.numel() for tensor in opened.skeleton.parameters()) - pruned
-    return others * dtype.itemsize + estimated_bytes(pruned, max(zeros, 0), dtype_name(dtype))
+    setting = SEARCHED[point.over]
+    return f"{outcome(point, target)}, and has {setting.bounds[last]}. {setting.beyond(grid, last=last)}"
 
 
 def _fraction(field: str, value: str | float, largest: float = math.inf) -> float:
