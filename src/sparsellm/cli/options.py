@@ -227,7 +227,10 @@ _DENSE = "Check that all tensors that were not pruned equal this model's."
 Dense = Annotated[str | None, typer.Option("--against", metavar="DENSE", help=_DENSE)]
 Expect = Annotated[
     str | None,
-    typer.Option(help="Check that each pruned layer has this sparsity, or the one allocated to it; exit with status 1 if not."),
+    typer.Option(
+        help="Check that each pruned layer has this sparsity, or the one allocated to it (all layers together, where no report "
+        "lists these); exit with status 1 if not."
+    ),
 ]
 
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]

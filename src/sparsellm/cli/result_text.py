@@ -130,8 +130,8 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     show(console, text_table(["layer", "shape", "zeros", *columns], rows))
     if rounded:
         print_line(console, f"Packed, layers with integers take {inspection.bits_per_weight:.3f} bits a weight.")
-    if checked := sum(x.holds is not None for x in inspection.layers):
-        total = f"{checked}, with {100 * inspection.total:.2f} % zeros together"
+    if inspection.checked:
+        total = f"{inspection.checked}, with {100 * inspection.total:.2f} % zeros together"
         print_line(console, f"Layers that should be pruned: {total}; {expected} holds: {marks[inspection.as_expected]}.")
     if expected and inspection.missing:
         print_line(console, f"Missing: {', '.join(inspection.missing)}.")

@@ -30,7 +30,7 @@ class LayerZeros:
     Attributes:
         shape: (out, in).
         pattern: Expected pattern; None if none is expected.
-        holds: Whether the layer has that pattern; None if none is expected.
+        holds: Whether the layer has that pattern; None if none is expected of it alone.
         bits: Bits of the integers that the weights are multiples of; None if they are not.
         group_size: Columns that share a scale, 0 for whole rows; None without integers.
         bits_per_weight: Bits that a weight takes in the plain packed form, mask and scales included; None without integers.
@@ -65,6 +65,7 @@ class Inspection(Summarized, CheckpointComparison):
         expected: The expected pattern, if any.
         against: Name of the other model, if any.
         missing: Layers that the model should have and does not.
+        checked: Number of layers that are checked, alone or together.
         total: Fraction of zeros in all checked layers together.
         total_holds: Whether `total` reaches the expected sparsity; True if none is expected.
         packed: The sizes of a packed or quantized model in one sentence; empty for any other.
@@ -77,6 +78,7 @@ class Inspection(Summarized, CheckpointComparison):
     expected: StoredPattern | None = None
     against: str | None = None
     missing: tuple[str, ...] = ()
+    checked: int = 0
     total: float = 0.0
     total_holds: bool = True
     packed: str = ""
@@ -87,8 +89,8 @@ class Inspection(Summarized, CheckpointComparison):
     @property
     def as_expected(self) -> bool:
         """Whether all checked layers, at least one, are present and have their pattern, and the total sparsity holds."""
-        checked = [layer.holds for layer in self.layers if layer.holds is not None]
-        return self.expected is None or (bool(checked) and all(checked) and not self.missing and self.total_holds)
+        failed = any(layer.holds is False for layer in self.layers)
+        return self.expected is None or (self.checked > 0 and not failed and not self.missing and self.total_holds)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -151,7 +153,8 @@ def inspect(
         against: Another model to compare with, given in the same way.
         expect: Pattern that every pruned layer must have: each layer that the folder's sparsellm.json lists, or every linear
             layer of the blocks if there is no such file. If the run allocated different sparsities to the layers, each layer
-            must have its own, and all together the expected one.
+            must have its own, and all together the expected one. Without the file, which sparsities were allocated is not
+            known: all layers together must have the expected one.
         trust_remote_code: Run Python code that comes with the checkpoints.
 
     Returns:
@@ -171,7 +174,8 @@ def inspect(
     all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
     allocated = pattern is not None and pattern.is_shareable and len(set((planned or {}).values())) > 1
     names = all_layers if planned is None else list(planned)
-    required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
+    together = pattern is not None and pattern.is_shareable and planned is None
+    required = {} if pattern is None or together else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []
     formats = {**formats_of(tensors.files), **_formats_in_memory(source.model)}
     parameters = zeros = 0
@@ -192,7 +196,7 @@ def inspect(
             of_format = format.fields_of(weight) if format else {}
             shape = weight.shape[0], weight.shape[1]
             layers.append(LayerZeros(full_name, shape, count_zeros(weight), required_of, holds, **of_format))
-    checked = [layer for layer in layers if layer.holds is not None]
+    checked = [layer for layer in layers if together or layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes = CheckpointComparison()
     if other is not None:
@@ -206,9 +210,12 @@ def inspect(
         expected=pattern,
         against=other.name if other else None,
         missing=tuple(sorted(set(names) - {layer.name for layer in layers})),
+        checked=len(checked),
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
-        total_holds=pattern is None or not allocated or removed >= round(pattern.sparsity * weights) - len(checked),
+        total_holds=pattern is None
+        or not (allocated or together)
+        or removed >= round(pattern.sparsity * weights) - len(checked),
         packed=source.quantization or " ".join(filter(None, sections)),
         not_finite=sum(not_finite.values()),
         not_finite_in=tuple(not_finite),

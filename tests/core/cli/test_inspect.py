@@ -63,6 +63,15 @@ def test_a_total_that_is_not_reached(shared: Path, command: Command) -> None:
     assert "80% holds: NO" in ran.stdout
 
 
+def test_without_a_report_the_layers_have_the_sparsity_together(shared: Path, command: Command) -> None:
+    """As a trainer writes a model: which sparsities were allocated to its layers is not known."""
+    (shared / "sparsellm.json").unlink()
+    ran = command("inspect", shared, "--expect", "70%")
+    assert ran.exit_code == 0, ran.stderr
+    assert "21, with 70.00 % zeros together; 70% holds: yes." in ran.stdout
+    refused(command("inspect", shared, "--expect", "71%"), "all layers together have fewer zeros than 71%")
+
+
 @pytest.mark.parametrize("reported", [True, False])
 def test_a_missing_layer_fails(reported: bool, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """Whether a report says which layers there are, or only the model's form does."""

@@ -3,7 +3,7 @@
 from sparsellm.extension import Extension
 
 EXTENSION = Extension(
-    commands={"pack": "sparsellm.extensions.packed.commands:pack", "unpack": "sparsellm.extensions.packed.commands:unpack"},
+    commands={name: f"sparsellm.extensions.packed.commands:{name}" for name in ("pack", "unpack", "serve")},
     options={"prune": ("sparsellm.extensions.packed.commands:Packing",)},
     facts={"packed": "sparsellm.extensions.packed.facts"},
     sections={"packing": "sparsellm.extensions.packed.record:Packed"},

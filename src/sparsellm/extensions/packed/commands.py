@@ -1,4 +1,4 @@
-"""`pack`, `unpack`, and `--pack` of the command that prunes."""
+"""`pack`, `unpack` and `serve`, and `--pack` of the command that prunes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ PositiveZeros = Annotated[
 ]
 OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
 OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
+ToServe = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned or packed model, or its name on the hub.")]
+_SERVE_OPTIONS = "After --: further options of `transformers serve`, as -- --device cuda:0."
+ServeOptions = Annotated[list[str] | None, typer.Argument(metavar="-- OPTIONS", help=_SERVE_OPTIONS)]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")]
+Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen at.")]
 AlsoPack = Annotated[bool, options.output_option("--pack", help="Also write OUT-packed, without the zeros; see pack.")]
 
 
@@ -167,3 +172,27 @@ def unpack(
         else:
             size = f"{human_bytes(result.dense_bytes)} from {human_bytes(result.packed_bytes)}"
             print_line(stdout, f"{model}: {size}. Every tensor has the checksum that it had when it was packed.")
+
+
+def serve(
+    context: typer.Context,
+    model: ToServe,
+    further: ServeOptions = None,
+    *,
+    host: Host = "localhost",
+    port: Port = 8000,
+) -> None:
+    """Serve a pruned or packed model, by the server of transformers.
+
+    It has the interface of OpenAI, and needs pip install "transformers[serving]".
+
+    Example: sparsellm serve opt-70-packed --port 8001
+    """
+    with report_errors(context):
+        from sparsellm.extensions.packed.serving import check_serving
+        from sparsellm.extensions.packed.serving import serve as serve_model
+
+        words = ["--host", host, "--port", str(port), *(further or ())]
+        check_serving(model, trusted="--trust-remote-code" in words)
+        print_line(stderr, f"Serving at http://{host}:{port}/v1 until it is interrupted. Requests name the model {model!r}.")
+        serve_model(model, words)
