@@ -70,6 +70,8 @@ class Extension:
             which gives lines, each a name and a text, by the title of their part.
         observers: By any name, a function that is called with the recipe of each run, in each process, and returns an observer
             of its events (`sparsellm.observers.events`), or None.
+        views: By "html", a function of a result of a run to the HTML that notebooks show of it; by "plot", one of a result and
+            the name of a plot to a figure of matplotlib.
         products: By the type of a device, such as "cuda", a function (left, right) to the product of two matrices on it, (m, k)
             and (k, n), for `sparsellm.runtime.products.matmul`.
     """
@@ -87,6 +89,7 @@ class Extension:
     side_files: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     observers: Mapping[str, str] = field(default_factory=dict)
+    views: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, str] = field(default_factory=dict)
 
 

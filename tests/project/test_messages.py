@@ -34,7 +34,7 @@ KEYWORDS |= {
     "pack",
     "positive_zeros",
 }
-KEYWORDS |= {"measure", "over", "step", "threads", "tokenizer", "tokens", "values"}
+KEYWORDS |= {"inplace", "measure", "over", "step", "threads", "tokenizer", "tokens", "values"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
 OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "metadata", "digests", "files", "messages", "role", "content"}

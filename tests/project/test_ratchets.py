@@ -14,18 +14,18 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 LINES = {
-    ".": 681,
+    ".": 684,
     "activations": 1_317,
     "allocation": 254,
     "checkpoints": 3_098,
     "cli": 1_403,
     "evaluation": 1_007,
-    "extensions": 15_424,
+    "extensions": 15_521,
     "methods": 2_555,
     "models": 2_127,
     "observers": 700,
-    "outputs": 2_742,
-    "pipeline": 3_064,
+    "outputs": 2_787,
+    "pipeline": 3_084,
     "recipes": 2_233,
     "runtime": 1_473,
     "solvers": 2_311,

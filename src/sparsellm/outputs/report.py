@@ -316,7 +316,8 @@ class Report(Summarized):
 
         Returns:
             Columns `name`, `block` (its index), `pattern`, `shape`, `zeros`, `sparsity`, `error`, `weight_bytes` (as written),
-            `packed_bytes` (as `Totals`), and the other attributes of `LayerResult`, among them `seconds`.
+            `packed_bytes` (as `Totals`), and the other attributes of `LayerResult` that have a value in some row, among them
+            `seconds`.
 
         Raises:
             MissingPackage: pandas is not installed.
@@ -332,7 +333,7 @@ class Report(Summarized):
         ]
         for row, layer in zip(rows, self.layers, strict=True):
             row["weight_bytes"], row["packed_bytes"] = layer_bytes(layer, self.dtype)
-        return DataFrame([{name: row[name] for name in first} | row for row in rows])
+        return DataFrame([{name: row[name] for name in first} | row for row in rows]).dropna(axis="columns", how="all")
 
     def pruning_warnings(self, damping: float | None) -> Iterator[str]:
         """State what differs from the recipe: fallbacks in blocks, raised damping, surplus zeros.

@@ -24,7 +24,6 @@ from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
 from sparsellm.errors import InvalidSetting, OutputExists, dtype_name, written_to
-from sparsellm.evaluation.results import Summarized
 from sparsellm.outputs.folder import (
     ANEW,
     CARD,
@@ -42,6 +41,7 @@ from sparsellm.outputs.folder import (
 )
 from sparsellm.outputs.report import Report
 from sparsellm.outputs.verification import check_written, foreign_file, proven
+from sparsellm.outputs.views import Plotted
 from sparsellm.recipes.path_names import PathNames
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
@@ -56,7 +56,7 @@ SHARD_SIZE = "5GB"
 
 
 @dataclass(repr=False)
-class Result(Summarized):
+class Result(Plotted):
     """A pruned model with its report.
 
     Attributes:

@@ -38,6 +38,7 @@ from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.outputs.folder import CARD, folder_path
 from sparsellm.outputs.report import Digests, Report, read_report
+from sparsellm.outputs.views import Plotted
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.texts.json_files import finite, is_path
 
@@ -383,7 +384,7 @@ def shape_difference(key: str, shape: Sequence[int], recorded: Mapping[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
-class Output(Summarized):
+class Output(Plotted):
     """A folder that a run wrote. The model is not in memory: `AutoModelForCausalLM.from_pretrained` loads it from the folder.
 
     Attributes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -21,6 +23,7 @@ from sparsellm.outputs.saving import Result
 from sparsellm.outputs.verification import Output, read_output
 from sparsellm.pipeline.preparation import prepare_run
 from sparsellm.pipeline.prune import prune_run
+from sparsellm.pipeline.run import RunArguments
 from sparsellm.pipeline.several import RunSet, output_folders, run_outputs
 from sparsellm.recipes.fields import MethodName
 from sparsellm.recipes.file import read_recipes, split_sparsity
@@ -46,6 +49,7 @@ def prune(
     *,
     calibration: str | Path | CalibrationData | None = ...,
     tokenizer: PreTrainedTokenizerBase | None = ...,
+    inplace: bool = ...,
     output: None = ...,
     progress: bool = ...,
     observe: Observer | None = ...,
@@ -53,11 +57,13 @@ def prune(
 ) -> Result: ...
 @overload
 def prune(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     method: MethodName | str | LayerSolver | BlockMethod = ...,
     sparsity: list[Any] | tuple[Any, ...] = ...,
     *,
     calibration: str | Path | CalibrationData | None = ...,
+    tokenizer: PreTrainedTokenizerBase | None = ...,
+    inplace: bool = ...,
     output: None = ...,
     progress: bool = ...,
     observe: Observer | None = ...,
@@ -71,6 +77,7 @@ def prune(
     *,
     calibration: str | Path | CalibrationData | None = ...,
     tokenizer: PreTrainedTokenizerBase | None = ...,
+    inplace: bool = ...,
     output: str | Path,
     resume: bool = ...,
     restart: bool = ...,
@@ -81,11 +88,13 @@ def prune(
 ) -> Output: ...
 @overload
 def prune(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     method: MethodName | str | LayerSolver | BlockMethod = ...,
     sparsity: list[Any] | tuple[Any, ...] = ...,
     *,
     calibration: str | Path | CalibrationData | None = ...,
+    tokenizer: PreTrainedTokenizerBase | None = ...,
+    inplace: bool = ...,
     output: str | Path,
     resume: bool = ...,
     restart: bool = ...,
@@ -102,6 +111,7 @@ def prune(
     *,
     calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    inplace: bool = True,
     output: str | Path | None = None,
     resume: bool = False,
     restart: bool = False,
@@ -116,7 +126,7 @@ def prune(
     finished block, can be resumed after it was killed, and verifies what it wrote. Without, the model must fit in memory.
 
     Args:
-        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
         method: One that `sparsellm info` lists; or an object: a solver, which prunes each layer for its own output, or a
             method, also of your own (docs/build-on-sparsellm.md).
         sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights. Several, as [0.5, 0.6] or "50%,60%", give a result each;
@@ -125,6 +135,8 @@ def prune(
             padded batches, a data set or a data loader (see `sparsellm.texts.in_memory.read_in_memory`). Every method but
             magnitude needs it.
         tokenizer: Tokenizer of a model in memory, for calibration on text.
+        inplace: Whether a model in memory is pruned itself. Otherwise a copy of it is, and one for each of several sparsities:
+            with two of them three models are in memory.
         output: Folder to write; several sparsities have a folder each in it, as "50" and "2-4".
         resume: Continue an unfinished output, and keep a finished one, of the same settings, model, texts and method. A model
             or texts in memory must be the dense model and the texts that the run began with. Default: an unfinished output
@@ -150,12 +162,17 @@ def prune(
     kind, chosen = method_fields(method, settings)
     recipes = read_recipes({**fields, **settings, **chosen, "sparsity": sparsity, **texts}, kind=kind)
     several = bool(split_sparsity(sparsity))
-    if several and source is not None:
+    if several and source and inplace:
         raise InvalidSetting(
-            f"A model in memory is pruned in place and can have one sparsity, got {len(recipes)}. Pass the model's folder."
+            f"A model in memory is pruned in place and can have one sparsity, got {len(recipes)}. Pass `inplace=False` for "
+            "copies, or the model's folder."
         )
     _check_output_settings(output, given, resume=resume, restart=restart, overwrite=overwrite)
-    run = partial(prune_run, given=given, source=source)
+
+    def run(recipe: Recipe, observe: Observer, **place: Unpack[RunArguments]) -> Result:
+        copied = source if source is None or inplace else replace(source, model=deepcopy(source.model))
+        return prune_run(recipe, observe, given=given, source=copied, **place)
+
     with Display("auto" if progress else "off") as display:
         observer = combine_observers(display, observe)
         if output is None:

@@ -48,11 +48,14 @@ def read_tokens(
     """
 
     def recall(find: Callable[[], Value], *settings: object) -> Value:
-        if shared is None or isinstance(source, InMemoryModel):
+        if shared is None:
             return find()
-        files = [contents(file) for file in source.stamps.documents]  # the tokenizer's among them
+        if isinstance(source, InMemoryModel):  # copies of a model have one tokenizer
+            tokenizer: tuple[object, ...] = (id(source.own_tokenizer),)
+        else:
+            tokenizer = (source.folder, *map(contents, source.stamps.documents))  # its files among them
         form = (recipe.text_field, recipe.documents, recipe.bos)
-        return shared.in_memory((source.folder, *files, length, *form, *settings), find)
+        return shared.in_memory((*tokenizer, length, *form, *settings), find)
 
     def identity(field: str, name: str) -> object:
         """The key of a text: data in memory, of which some can be read only once, are not compared."""

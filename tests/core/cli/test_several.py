@@ -200,4 +200,4 @@ def test_a_list_in_python(tiny: dict[str, Path], text_file: Path) -> None:
     assert [result.report.recipe.sparsity for result in by_text] == ["50%", "2:4"]  # type: ignore[attr-defined]
     assert len(sparsellm.prune(tiny["llama"], "magnitude", [0.5])) == 1
     with pytest.raises(InvalidSetting, match="pruned in place and can have one sparsity, got 2"):
-        sparsellm.prune(AutoModelForCausalLM.from_pretrained(tiny["llama"]), "magnitude", [0.5, 0.6])  # type: ignore[call-overload]
+        sparsellm.prune(AutoModelForCausalLM.from_pretrained(tiny["llama"]), "magnitude", [0.5, 0.6])

@@ -27,7 +27,10 @@ from sparsellm.extensions.studies.measures import (
 from sparsellm.extensions.studies.sweep_runner import read_outcomes, saved_sweep
 from sparsellm.outputs.folder import check_results, is_sweep
 from sparsellm.outputs.report import NOT_PRUNED, Report, When, load_report
+from sparsellm.outputs.saving import Result
 from sparsellm.outputs.sizes import WeightSizes
+from sparsellm.outputs.views import Viewed
+from sparsellm.recipes.path_names import PathNames
 from sparsellm.recipes.recipe import Recipe
 
 WEIGHT_FILES = (".safetensors", ".bin")
@@ -107,12 +110,13 @@ class ComparedRun:
         return {layer.name: layer.error for layer in self.report.layers}
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Viewed):
     """Runs of one model side by side.
 
     Attributes:
-        folders: The folders that were read, as they were given, so that the command that compares them again can be run.
+        folders: The folders that were read, as they were given, so that the command that compares them again can be run; none
+            if a result was in memory.
         notes: What limits the comparison, as sentences.
     """
 
@@ -165,6 +169,14 @@ class Comparison:
             )
             parts.append(f"{_listed(names)} {'are' if len(names) > 1 else 'is'} smallest, with {taken}")
         return f"{'; '.join(parts)}." if parts else ""
+
+    def summary(self) -> dict[str, str]:
+        """The model, and for each run what was measured, in a line."""
+        measured = {
+            run.name: ", ".join(f"{key if isinstance(key, str) else key[0]} {x.short}" for key, x in run.figures.items())
+            for run in self.runs
+        }
+        return {"model": self.model} | {name: text or "not measured" for name, text in measured.items()}
 
     def tables(self) -> dict[str, Table]:
         """The tables by title: all runs below the dense model, how they differ, and the layers whose errors differ most."""
@@ -240,26 +252,41 @@ class Comparison:
         return {"model": self.model, "notes": list(self.notes), "runs": runs}
 
 
-def read_comparison(folders: Sequence[str | Path]) -> Comparison:
-    """Read the reports of outputs and sweeps.
+def read_comparison(sources: Sequence[str | Path | Result]) -> Comparison:
+    """Read the reports of outputs and sweeps, or take those of results in memory.
 
     Args:
-        folders: Two or more that `prune`, `recover` or `sweep` wrote, together with at least two finished runs.
+        sources: Two or more folders that `prune`, `recover` or `sweep` wrote, or results, together with at least two finished
+            runs.
 
     Raises:
         InvalidSetting: Fewer than two folders, a folder holds neither, fewer than two runs are finished, or the runs are of
             different models.
         BadCheckpoint: A report is damaged.
     """
+    folders = [str(source) for source in sources if not isinstance(source, Result)]
     if twice := next((folder for number, folder in enumerate(folders) if folder in folders[:number]), None):
         raise InvalidSetting(f"{twice} is named twice. Name every folder once.")
-    names, open_cells = short_names([str(folder) for folder in folders]), list[str]()
-    runs = [run for folder in folders for run in _read(check_results(folder), names[str(folder)], open_cells)]
-    if len(folders) < 2 or len(runs) < 2:
-        got = f"{plural(len(folders), 'folder')} with {plural(len(runs), 'finished run')}"
+    names, open_cells, runs = short_names(folders), list[str](), list[ComparedRun]()
+    for source in sources:
+        if isinstance(source, Result):
+            runs.append(_in_memory(source, runs))
+        else:
+            runs.extend(_read(check_results(source), names[str(source)], open_cells))
+    if len(sources) < 2 or len(runs) < 2:
+        got = f"{plural(len(sources), 'folder')} with {plural(len(runs), 'finished run')}"
         raise InvalidSetting(f"A comparison is of two folders or more, got {got}. Name another one, or one alone for its page.")
     _check_model(runs)
-    return Comparison(runs[0].model, tuple(map(str, folders)), tuple(runs), tuple(_notes(runs, open_cells)))
+    again = tuple(folders) if len(folders) == len(sources) else ()
+    return Comparison(runs[0].model, again, tuple(runs), tuple(_notes(runs, open_cells)))
+
+
+def _in_memory(result: Result, others: Sequence[ComparedRun]) -> ComparedRun:
+    """The run of a result in memory, called by its method and sparsity, and by a number where another one is called so."""
+    report = result.report.named(PathNames(result.report.recipe))
+    name = f"{ComparedRun('', report).method} {getattr(report.recipe, 'label', '')}".strip()
+    same = sum(run.name == name or run.name.startswith(f"{name} (") for run in others)
+    return ComparedRun(f"{name} ({same + 1})" if same else name, report)
 
 
 def _check_model(runs: Sequence[ComparedRun]) -> None:

@@ -27,6 +27,7 @@ from sparsellm.extensions.studies.sweep_file import read_sweep
 from sparsellm.extensions.studies.sweep_runner import Outcome, run_sweep
 from sparsellm.extensions.studies.tables import write_tables
 from sparsellm.extensions.studies.target import Target
+from sparsellm.extensions.studies.views import framed
 from sparsellm.observers.display import Display
 from sparsellm.observers.events import Observer, combine_observers
 from sparsellm.outputs.folder import check_place, check_results
@@ -40,7 +41,12 @@ from sparsellm.recipes.plugins import load_plugins
 from sparsellm.texts.json_files import durable
 from sparsellm.texts.paths import local_path
 
-Folder = TypeVar("Folder", bound=str | Path)
+
+class WrittenPage(type(Path())):  # type: ignore[misc]
+    """The path of a page that was written, which notebooks show."""
+
+    def _repr_html_(self) -> str:
+        return framed(self.read_text(encoding="utf-8"))
 
 
 class Outcomes(Summarized, list[Outcome]):
@@ -123,6 +129,9 @@ def sweep(
     return Outcomes(outcomes, cells.title, folder)
 
 
+Run = TypeVar("Run", bound=str | Path | Result | Output | Outcomes)
+
+
 @recipe_keywords(PruneKeywords)
 def search(
     model: str | Path,
@@ -190,7 +199,7 @@ def report(
 
 @overload
 def report(
-    runs: list[Folder] | tuple[Folder, ...],
+    runs: list[Run] | tuple[Run, ...],
     output: str | Path | None = None,
     *,
     figures: str | Path | None = None,
@@ -199,7 +208,7 @@ def report(
 
 
 def report(
-    runs: str | Path | Result | Output | Outcomes | list[Folder] | tuple[Folder, ...],
+    runs: str | Path | Result | Output | Outcomes | list[Run] | tuple[Run, ...],
     output: str | Path | None = None,
     *,
     figures: str | Path | None = None,
@@ -211,7 +220,7 @@ def report(
     zeros, size, and errors by layer.
 
     Args:
-        runs: Folder of a pruned model or of a sweep, or what `prune`, `recover` or `sweep` returned; or a list of folders.
+        runs: Folder of a pruned model or of a sweep, or what `prune`, `recover` or `sweep` returned; or a list of these.
         output: HTML file to write. Default for one folder: its name with .html, beside it; for the result of a run, the model's
             name with -pruned.html, in the current folder; for a list of folders none.
         figures: Folder to write each plot of one run or sweep to as well, as SVG and PNG.
@@ -219,6 +228,7 @@ def report(
 
     Returns:
         The HTML file; of several runs the comparison, whose `tables()` has the tables by title, and `to_dict()` all values.
+        Notebooks show either as the page.
 
     Raises:
         InvalidSetting: A folder is the output of neither a run nor a sweep, runs that are compared are of different models or
@@ -231,11 +241,11 @@ def report(
     if isinstance(runs, (list, tuple)) and not isinstance(runs, Outcomes):
         if figures:
             raise InvalidSetting("A comparison has no plots for `figures`. Leave it out, or report one run at a time.")
-        comparison = read_comparison(runs)
+        comparison = read_comparison([_place(run) for run in runs])
         if output:
             write_pages({local_path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
         return comparison
-    run = runs.folder if isinstance(runs, (Output, Outcomes)) else runs
+    run = _place(runs)
     if not isinstance(run, Result):
         check_results(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
@@ -243,7 +253,12 @@ def report(
     check_pages([file], overwrite=overwrite)
     page, plots = report_page(run)
     write_pages({file: page.encode()} | (figure_files(plots, figures) if figures else {}), overwrite=overwrite)
-    return file
+    return WrittenPage(file)
+
+
+def _place(run: str | Path | Result | Output | Outcomes) -> str | Path | Result:
+    """The folder of a run or a sweep, or the result of a run in memory."""
+    return run.folder if isinstance(run, (Output, Outcomes)) else run
 
 
 def bench(

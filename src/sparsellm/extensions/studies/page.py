@@ -136,7 +136,7 @@ def comparison_page(comparison: Comparison) -> str:
         tables=comparison.tables(),
         legend=" ".join([*error_legend(figures), "≤: an estimate from above of what pack writes."]),
         charts=_drawn(lambda: size_plots(comparison)),
-        command=shlex.join(["sparsellm", "report", *comparison.folders]),
+        command=shlex.join(["sparsellm", "report", *comparison.folders]) if comparison.folders else "",
         file="recipes.yaml",
         settings=yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
     ).to_html()
