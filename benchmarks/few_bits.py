@@ -122,9 +122,10 @@ def matching(model: str, forms: str) -> list[Point]:
 
 
 def table() -> list[str]:
-    """Bits and excess of each form on each model, seeds beside each other."""
+    """Bits and excess of each form that was measured on several models, seeds beside each other."""
     found = {model: {point.form: point for point in points(model)} for model in MODELS}
     forms = {form: point.bits for some in found.values() for form, point in some.items()}
+    forms = {form: bits for form, bits in forms.items() if sum(form in some for some in found.values()) > 1}
     rows = []
     for form in sorted(forms, key=lambda x: (x.partition(" ")[0], forms[x])):
         row = [form]
@@ -216,8 +217,8 @@ def llama_cpp() -> list[str]:
 
 def chart() -> str:
     """Excess against bits for each model, as SVG whose colors follow the reader's system."""
-    with style():
-        figure = new_figure(7.2, 5.4)
+    with style(7.2):
+        figure = new_figure(5.4)
         for axes, model in zip(figure.subplots(2, 2).flat, MODELS, strict=True):
             for (label, forms), color in zip(LINES.items(), (INK, *COLORS), strict=False):
                 best = frontier(matching(model, forms))

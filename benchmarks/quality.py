@@ -77,8 +77,8 @@ def chart() -> str:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     patterns = [pattern for pattern in PATTERNS if pattern.endswith("%")]
-    with style():
-        figure = new_figure(7.2, 4.6)
+    with style(7.2):
+        figure = new_figure(4.6)
         panels = figure.subplots(2, 3).flat
         for axes, (name, data) in zip(panels, of_models().items(), strict=False):
             axes.axhline(data["dense"]["perplexity"], color=INK, linestyle=":", label="dense")

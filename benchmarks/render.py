@@ -115,7 +115,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
     "race": speed_tables.race_table,
     "race, 4 blocks": lambda: speed_tables.race_table(4),
-    "race, Zen 4": lambda: speed_tables.race_table(4, speed_tables.ZEN4_FILE),
     "race, AVX2": lambda: speed_tables.race_table(4, speed_tables.AVX2_FILE),
     "wide": speed_tables.wide_table,
     "width": width.table,

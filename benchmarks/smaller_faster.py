@@ -32,13 +32,14 @@ import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.differences import Difference, Parts, difference, paired_error
 from sparsellm.evaluation.perplexity import measure_perplexity
+from sparsellm.evaluation.results import Perplexity
 from sparsellm.extensions.integers.formats import IntegerFormat
 from sparsellm.extensions.integers.quantization import round_to_nearest
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.encoding import encode
 from sparsellm.extensions.packed.formats.linear import PackedLinear
 from sparsellm.extensions.packed.record import TORCH
-from sparsellm.extensions.packed.speed import measure_speeds
+from sparsellm.extensions.packed.speed import measure_speeds, with_own_kernel
 from sparsellm.pipeline.prune import prune_run
 from sparsellm.recipes.file import read_recipe
 from sparsellm.solvers.patterns import parse_pattern
@@ -64,10 +65,16 @@ FORMS: dict[str, dict[str, Any]] = {
 ROUNDED = ", embeddings int8"
 """Ends the name of a form that `pack --embeddings int8` packed; those of `--bits` are packed both ways."""
 
-FORMS_PACKED = [x for form, settings in FORMS.items() for x in ([form, f"{form}{ROUNDED}"] if "bits" in settings else [form])]
+INT8, KERNEL = "int8", "dense, by sparsellm's kernel"
+"""The dense model in integers of 8 bits, which nothing is pruned for; and in bfloat16, timed alone."""
+
+FORMS_PACKED = [INT8] + [
+    x for form, settings in FORMS.items() for x in ([form, f"{form}{ROUNDED}"] if "bits" in settings else [form])
+]
 """The forms of the tables."""
 
 RANDOM: dict[str, tuple[str, int | None]] = {
+    INT8: ("1%", 8),
     "--sparsity 50%": ("50%", None),
     "--sparsity 70%": ("70%", None),
     "--sparsity 2:4": ("2:4", None),
@@ -98,6 +105,8 @@ def measure(words: argparse.Namespace) -> None:
     model = source.load()
     dense = measure_perplexity(model, tests)
     record(FILE, f"{name} | {DENSE}", {"bytes": weight_bytes(Path(source.folder)), "perplexity": round(dense.value, 3)})
+    with tempfile.TemporaryDirectory() as folder:
+        record_packed(words.model, Path(folder), f"{name} | {INT8} | 0", dense, tests, values="int8", embeddings="int8")
     data = {"model": words.model, "calibration": words.calibrate, "samples": SAMPLES, "sequence_length": LENGTH} | CUT
     for seed, (form, settings) in product(words.seeds, FORMS.items()):
         packings = {f"{name} | {form} | {seed}": {}} | (
@@ -108,12 +117,8 @@ def measure(words: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder, "pruned")
             prune_run(read_recipe(data | settings | {"seed": seed})).save_pretrained(output)
-            for number, (key, packing) in enumerate(packings.items()):
-                packed, unpacked = (Path(folder, f"{kind}-{number}") for kind in ("packed", "unpacked"))
-                sparsellm.pack(output, packed, **packing)
-                sparsellm.unpack(packed, unpacked)
-                perplexity = measure_perplexity(open_checkpoint(str(unpacked)).load(), tests)
-                record(FILE, key, cell(weight_bytes(packed), perplexity.against(dense)))
+            for key, packing in packings.items():
+                record_packed(output, Path(folder, key), key, dense, tests, **packing)
     if gguf_models.missing or model.config.model_type != "llama" or model.config.hidden_size % gguf_models.GROUP:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -126,6 +131,15 @@ def measure(words: argparse.Namespace) -> None:
             parts = Parts.of(dense.parts.digest if dense.parts else "", losses)
             change = difference(value, dense.value, paired_error(parts, dense.parts))
             record(FILE, f"{name} | llama.cpp {kind} | 0", cell(file.stat().st_size, change))
+
+
+def record_packed(model: str | Path, folder: Path, key: str, dense: Perplexity, tests: Tensor, **packing: str) -> None:
+    """Pack a model, and record its bytes and the change of its perplexity."""
+    folder.mkdir(exist_ok=True)
+    sparsellm.pack(model, folder / "packed", **packing)
+    sparsellm.unpack(folder / "packed", folder / "unpacked")
+    perplexity = measure_perplexity(open_checkpoint(str(folder / "unpacked")).load(), tests)
+    record(FILE, key, cell(weight_bytes(folder / "packed"), perplexity.against(dense)))
 
 
 def cell(size: int, change: Difference | None) -> dict[str, Any]:
@@ -146,6 +160,8 @@ def measure_speed() -> None:
     dense: Any = decode.deepen(one, config)
     forms: dict[str, nn.Module] = {TORCH: dense}
     sizes = {DENSE: sum(tensor.nbytes for tensor in dense.state_dict().values())}
+    if own := with_own_kernel(dense):
+        forms[KERNEL], sizes[KERNEL] = own, sizes[DENSE]
     for form, (pattern, bits) in RANDOM.items():
         stored: list[int] = []
 
@@ -156,7 +172,7 @@ def measure_speed() -> None:
 
         whole: Any = decode.deepen(decode.packed(one, pack), config)
         sizes[form] = sizes[DENSE] - config.num_hidden_layers * sum(stored[:-1])  # the last matrix is the head
-        if form.endswith(ROUNDED):
+        if form.endswith(ROUNDED) or form == INT8:
             head = integers(dense.get_output_embeddings().weight, 8)
             whole.set_output_embeddings(PackedLinear.from_bitmask(head, dtype=torch.bfloat16))
             sizes[form] -= 2 * (dense.get_output_embeddings().weight.nbytes - stored_bytes(head))
@@ -223,7 +239,9 @@ def shown(name: str, form: str) -> tuple[str, str]:
 
 def words_of(form: str) -> str:
     """A form as the tables name it: the words of `prune`, and of `pack` where it rounds."""
-    if form == DENSE or form.startswith("llama"):
+    if form == INT8:
+        return "`pack --values int8 --embeddings int8`"
+    if form in (DENSE, KERNEL) or form.startswith("llama"):
         return form
     return f"`{form.removesuffix(ROUNDED)}`" + (", `--embeddings int8`" if form.endswith(ROUNDED) else "")
 
@@ -232,11 +250,11 @@ def table(name: str = TRAINED, forms: Sequence[str] = ()) -> list[str]:
     """Bytes and perplexity of a trained model, speed and bytes of 1.1 billion weights, by form."""
     speed, rows = read_figures(FILE)["speed"], []
     smallest = [form for form in FORMS_PACKED if f"{form}{ROUNDED}" not in FORMS_PACKED]
-    for form in forms or (DENSE, *smallest, *(f"llama.cpp {kind}" for kind in GGUF)):
+    for form in forms or (DENSE, KERNEL, *smallest, *(f"llama.cpp {kind}" for kind in GGUF)):
         timed = speed.get(SAME_AS.get(form, form), {})
-        share, change = ("100%", "") if form == DENSE else shown(name, form)
+        share, change = ("100%", "") if form in (DENSE, KERNEL) else shown(name, form)
         size = f"{timed['bytes'] / 1e9:.2f} ({timed['bytes'] / speed[DENSE]['bytes']:.0%})" if timed else ""
-        loader = LOADERS.get(form.split()[0], OURS)
+        loader = OURS if form == KERNEL else LOADERS.get(form.split()[0], OURS)
         rows.append([words_of(form), share, change, f"{timed['tokens']:.1f}" if timed else "", size, loader])
     head = ["form", f"bytes, {name}", "perplexity", f"tokens/s, {SHAPE}", "GB", "loaded by"]
     lines = markdown_table(head, rows, left=(0, 5))
@@ -245,7 +263,7 @@ def table(name: str = TRAINED, forms: Sequence[str] = ()) -> list[str]:
 
 def in_short() -> list[str]:
     """The forms between which most users choose."""
-    return table(forms=(DENSE, "--sparsity 50%", "--sparsity 70%", f"--bits 3{ROUNDED}", f"--bits 2.3{ROUNDED}"))
+    return table(forms=(DENSE, "--sparsity 50%", "--sparsity 70%", *(f"--bits {bits}{ROUNDED}" for bits in ("4", "3", "2.3"))))
 
 
 def quality() -> list[str]:

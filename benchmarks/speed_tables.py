@@ -16,7 +16,7 @@ import excess
 from measuring import MEASURED, markdown_table
 
 FILE = MEASURED / "speed.json"
-AVX2_FILE, ZEN4_FILE = MEASURED / "speed-avx2.json", MEASURED / "speed-zen4.json"
+AVX2_FILE = MEASURED / "speed-avx2.json"
 """A race where torch, oneDNN, MKL and the kernels use AVX2, as on other processors: docs/results.md."""
 
 LENGTH = 512

@@ -138,8 +138,8 @@ def shares_table() -> list[str]:
 
 def chart() -> str:
     """Excess at 2:4 against the number of sequences, one panel for each model, as SVG."""
-    with style():
-        figure = new_figure(7.2, 4.6)
+    with style(7.2):
+        figure = new_figure(4.6)
         for axes, (name, cells) in zip(figure.subplots(2, 2).flat, of_models(MEASURED).items(), strict=False):
             for method, color in zip((*RIVALS, *OURS), COLORS, strict=False):
                 found = {count: excesses(cells, method, CHARTED, count) for count in COUNTS}

@@ -74,7 +74,7 @@ def test_dense_models_are_rounded(tiny: dict[str, Path], tmp_path: Path, command
     result = command("pack", tiny["llama"], tmp_path / "packed", "--values", "int4", "--group-size", "64")
     assert result.exit_code == 0, result.stderr
     assert "(plain form, int4 values)" in result.stdout
-    assert "read back. Its weights are rounded" in result.stdout
+    assert "read back. Weights are rounded" in result.stdout
     with safe_open(tmp_path / "packed" / "model.safetensors", "pt") as file:
         entries = json.loads(file.metadata()["sparsellm"])
     assert all((entry["bits"], entry["group_size"]) == (4, 64) for entry in entries.values())

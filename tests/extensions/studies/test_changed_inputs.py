@@ -17,7 +17,8 @@ import sparsellm
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, VerificationFailed
 from sparsellm.evaluation.results import Accuracy
-from sparsellm.extensions.studies.search import search_sparsity
+from sparsellm.extensions.studies.search import run_search
+from sparsellm.extensions.studies.searched import searched_setting
 from sparsellm.extensions.studies.target import Target
 from sparsellm.observers.events import Event, NextRun, Note
 from sparsellm.outputs.fingerprint import run_inputs, text_contents
@@ -173,8 +174,8 @@ def test_a_search_in_a_model_that_changes(files: Path) -> None:
     changed: list[None] = []
     settings = {"step": 0.2, "overwrite": False, "observe": observe}
     with pytest.raises(CannotResume, match=r"m was changed: model\.safetensors"):
-        search_sparsity(recipe, "out", Target.read("500%", None, None), **settings)
-    found = search_sparsity(recipe, "out", Target.read("500%", None, None), **settings)
+        run_search(recipe, "out", Target.read("500%", None, None), searched_setting("sparsity"), **settings)
+    found = run_search(recipe, "out", Target.read("500%", None, None), searched_setting("sparsity"), **settings)
     assert found.report.inputs == run_inputs(recipe, open_checkpoint("m"))
 
 

@@ -147,7 +147,7 @@ class SparsitySearch(Searched):
         return f"{100 * value:.5g} %"
 
     def packed_bytes(self, value: float, sizes: PrunedSizes) -> int:
-        from sparsellm.extensions.packed.formats.packed_tensors import estimated_bytes
+        from sparsellm.outputs.sizes import estimated_bytes
 
         zeros: int = round(value * sizes.pruned) - len(sizes.shapes)  # each layer rounds its count
         return estimated_bytes(sizes.pruned, max(zeros, 0), dtype_name(sizes.dtype))

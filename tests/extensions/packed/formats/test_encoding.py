@@ -18,9 +18,10 @@ from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import BadCheckpoint
 from sparsellm.extensions.packed.formats.bitmask import DTYPES, VALUES_PADDING, Bitmask, bits_of
 from sparsellm.extensions.packed.formats.encoding import PARTS, decode_parts, encode
-from sparsellm.extensions.packed.formats.packed_tensors import decode_matrix, dense_tensor, estimated_bytes
+from sparsellm.extensions.packed.formats.packed_tensors import decode_matrix, dense_tensor
 from sparsellm.extensions.packed.packed_files import NUMBERS_A_BYTE, PackedEntry, can_hold
 from sparsellm.extensions.packed.packing import _Form
+from sparsellm.outputs.sizes import estimated_bytes
 from tests.meter import start_peak, status_of
 
 SPECIAL = {

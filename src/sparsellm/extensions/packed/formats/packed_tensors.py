@@ -19,7 +19,6 @@ from sparsellm.extensions.packed.formats import kernels
 from sparsellm.extensions.packed.formats.bitmask import Bitmask
 from sparsellm.extensions.packed.formats.encoding import decode_parts, encode
 from sparsellm.extensions.packed.packed_files import PackedEntry, can_hold, parse_entries, parts_of, sha256_of
-from sparsellm.outputs.sizes import estimated_bytes as estimated_bytes  # which target.py reads here
 
 DENSE_FROM = 0.9
 """Fraction of kept weights above which a layer is decoded when it is loaded: it runs faster dense."""
