@@ -166,7 +166,7 @@ def table() -> list[str]:
     return [
         *lines,
         "",
-        f"{figures['machine'].split(',')[0]}; in brackets how often the speed alone, with the best number of drafted tokens.",
+        f"{figures['machine'].split(',')[0]}; in brackets, times the speed alone with the best number of drafted tokens.",
     ]
 
 

@@ -261,7 +261,7 @@ def table() -> list[str]:
 
 
 def in_short() -> list[str]:
-    """How often as fast the usual packed form of the raced shape is as others, from the least to the most over the threads."""
+    """How many times as fast as others the usual packed form of the raced shape is, least and most over the threads."""
     own = packed_name(0.7)
     others = {
         "the faster dense form": (TORCH, KERNEL),
