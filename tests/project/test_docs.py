@@ -31,6 +31,9 @@ AS_WRITTEN = (ROOT / "README.md", ROOT / "docs" / "quick-start.md")
 LAUNCHED = tuple(page for page in PAGES if "\ntorchrun " in page.read_text(encoding="utf-8"))
 """Pages with commands of several processes, which the quick tests run in one."""
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SERVE = "sparsellm serve "
+"""Runs until it is stopped; tests/extensions/packed/test_serving.py has it."""
+
 DEMO = "sparsellm demo --output "
 """Takes a minute, so it is run once, as written, on README's page; other pages may show it with another folder."""
 SMALL = {"samples": 2, "sequence_length": 32, "evaluate_limit": 1}
@@ -117,7 +120,7 @@ def test_every_example_runs(
             ran += 1
         for line in content.replace("\\\n", " ").splitlines() if language == "bash" else ():
             for part in (part.strip() for part in line.split("&&")):
-                if not part or part.startswith(("#", *INSTALLS)):
+                if not part or part.startswith(("#", SERVE, *INSTALLS)):
                     continue
                 if part.startswith(DEMO) and not (as_written and page.name == "README.md"):
                     assert DEMO in (ROOT / "README.md").read_text(encoding="utf-8")

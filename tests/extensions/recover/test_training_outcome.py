@@ -44,13 +44,13 @@ def test_a_recovery_is_described_by_what_it_did(tmp_path: Path) -> None:
     report = report_of(recipe, recovered=FALLEN)
     assert report.describe() == f"recovered from p50 by {steps}"
     assert report.summary()["model"].startswith("m, pruned and recovered from p50 by")
-    assert ComparedRun("out", report, None).method == "recovered"
+    assert ComparedRun("out", report).method == "recovered"
     none = f"nothing was recovered from p50: none of {steps} lowered the held-out loss"
     for result in (RISEN, UNTRAINED):
         report = report_of(recipe, recovered=result)
         assert report.describe() == none
         assert report.summary()["model"] == f"m, pruned; {none}"
-        assert ComparedRun("out", report, None).method == "nothing recovered"
+        assert ComparedRun("out", report).method == "nothing recovered"
     blocks = recovery(tmp_path, scope="block")
     said = report_of(blocks, RISEN, RISEN).describe()
     assert said == "nothing was recovered from p50: none of 30 gradient steps over each block lowered the held-out loss"

@@ -187,12 +187,13 @@ def test_wrong_tokens_and_biases_are_refused(x: Tensor, bias: Tensor | None, nam
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_tokens_and_biases_that_kernels_cannot_read_are_copied(form: torch.dtype | int, tokens: int) -> None:
-    """At odd addresses, with strides, and a bias in another dtype."""
+    """At odd addresses, with strides, and a bias in another dtype. Of 20 tokens, torch's product rounds by their addresses."""
     weight, bias = packed(form), torch.randn(ROWS).bfloat16().float()
+    exact = {"rtol": 0.0, "atol": 0.0} if tokens == 3 else {}
     for x in (torch.randn(tokens, COLUMNS), torch.randn(tokens, COLUMNS).bfloat16()):
         expected = kernels.packed_matmul(x, weight, bias.to(x.dtype))
         for same in (misaligned(bias.to(x.dtype)), strided(bias.to(x.dtype)), bias, bias.bfloat16()):
-            assert torch.equal(kernels.packed_matmul(misaligned(x), weight, same), expected)
+            torch.testing.assert_close(kernels.packed_matmul(misaligned(x), weight, same), expected, **exact)
 
 
 def test_dense_weights_that_the_kernel_cannot_read_are_multiplied_by_torch() -> None:
