@@ -108,8 +108,11 @@ def test_every_example_runs(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a clone, where they are
     names: dict[str, object] = {}
-    ran = 0
+    ran, printed = 0, ""
     for language, content in fences(page):
+        if language == "text" and as_written and printed and not content.startswith("sparsellm "):
+            check_shown(content, printed)
+        printed = ""
         if language == "python":
             code = (
                 content
@@ -137,8 +140,26 @@ def test_every_example_runs(
                 assert words[0] == "sparsellm", f"{page.name}: {part}: only sparsellm's own commands are tested here"
                 result = command(*(words[1:] if as_written else smaller(words[1:])))
                 assert result.exit_code == 0, f"{part}\n{result.stderr}\n{result.stdout}"
+                printed += result.stdout
     assert not tried, f"{page.name} asked the network: {tried}"
     assert ran or page.name == "CONTRIBUTING.md"
+
+
+def check_shown(shown: str, printed: str) -> None:
+    """The lines that a page shows are those that the commands before them print; percentages and values with ± nearly so."""
+    for line in (line for line in shown.splitlines() if line != "..."):
+        alike = [measured(other) for other in printed.splitlines() if masked(other) == masked(line)]
+        assert any(found == pytest.approx(measured(line), rel=0.1, abs=0.5) for found in alike), f"{line}\n{printed}"
+
+
+def measured(line: str) -> list[float]:
+    """The percentages of a line, and its values with ±."""
+    return [float(number) for number in re.findall(r"([\d.]+) ?[%±]", line)]
+
+
+def masked(line: str) -> str:
+    """A line without its numbers, folders and widths of columns."""
+    return " ".join(re.sub(r"[\d.,]*\d", "#", re.sub(r"\S*/(?=\S)", "", line)).split())
 
 
 def outputs(page: Path) -> set[str]:
