@@ -20,7 +20,7 @@ LINES = {
     "checkpoints": 3_098,
     "cli": 1_403,
     "evaluation": 1_007,
-    "extensions": 15_520,
+    "extensions": 15_529,
     "methods": 2_555,
     "models": 2_127,
     "observers": 700,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.errors import CannotResume
+from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.extensions.studies.measures import measures
 from sparsellm.extensions.studies.page import report_page
 from sparsellm.extensions.studies.sweep_file import read_sweep
@@ -205,6 +205,10 @@ def test_sweep_folders(small: Path, tmp_path: Path) -> None:
         to_markdown(saved, table(saved, outcomes))
 
     whole = (home / "sweep.json").read_bytes()
+    for wrong in ({"columns": "depth"}, {"axes": {"method": ["alps", "wanda"]}}):
+        (home / "sweep.json").write_text(json.dumps(json.loads(whole) | wrong))
+        with pytest.raises(SparseLLMError, match=r"sweep\.json"):
+            read()
     fuzz(home / "sweep.json", values(home / "sweep.json"), read)
     (home / "sweep.json").write_bytes(whole)
     fuzz(cell.result, values(cell.result), read)
