@@ -24,7 +24,7 @@ LINES = {
     "methods": 2_555,
     "models": 2_127,
     "observers": 700,
-    "outputs": 2_787,
+    "outputs": 2_795,
     "pipeline": 3_084,
     "recipes": 2_233,
     "runtime": 1_473,

@@ -61,6 +61,7 @@ class Verification(Summarized):
         changed: Number of other tensors that the run changed, which are not compared with the dense model's.
         converted: Dtype in which tensors equal the dense model's that have another dtype there; empty if there are none.
         rounded: Number of layers of an export that equal those of `against`, from which it was made, after rounding.
+        rounded_outside: Number of tensors without pruned layers that `pack` or `export` rounded, which are not compared either.
     """
 
     output: str
@@ -71,6 +72,7 @@ class Verification(Summarized):
     changed: int = 0
     converted: str = ""
     rounded: int = 0
+    rounded_outside: int = 0
 
     def summary(self) -> dict[str, str]:
         """The output, the numbers of what was checked, and the comparison, each in one line."""
@@ -87,7 +89,8 @@ class Verification(Summarized):
             return f"{plural(self.rounded, 'layer')} equal those of {name} rounded to integers, all other tensors bit by bit"
         verb = "rounding" if "16" in self.converted else "conversion"
         after = f" after {verb} to {self.converted}" if self.converted else ""
-        return f"all other tensors equal those of {PurePath(self.against or '').name}{after}"
+        but = f" but {self.rounded_outside} that were rounded since" if self.rounded_outside else ""
+        return f"all other tensors{but} equal those of {PurePath(self.against or '').name}{after}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -155,7 +158,12 @@ def verify(
         differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
     raise_if_any(output, differences)
     dtype = written.dtype(converted[0]) if converted else ""
-    return Verification(str(output), *counts, dense.name if dense else None, len(report.changed_parameters), dtype, rounded)
+    pruned = {
+        key for key, of in layers_by_parameter(model, layers).items() if any(b.full_name(name) in layers for b, name in of)
+    }
+    outside = formats_of(written.files).keys() - pruned - report.changed_parameters
+    against = dense.name if dense else None
+    return Verification(str(output), *counts, against, len(report.changed_parameters), dtype, rounded, len(outside))
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:

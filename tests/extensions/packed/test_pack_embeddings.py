@@ -44,6 +44,10 @@ def test_embeddings_and_head_are_rounded_and_nothing_else(folders: tuple[Path, P
         old, new = before[name].float(), after[name].float()
         assert ((old - new).abs() <= old.abs().amax(1, keepdim=True) / 127).all()
     assert sparsellm.verify(packed).tensors == len(before)
+    verified = sparsellm.verify(packed, pruned)
+    assert verified.rounded_outside == len(wanted)
+    assert f"all other tensors but {len(wanted)} that were rounded since equal those of pruned" in verified.compared()
+    assert sparsellm.verify(pruned, pruned.with_name("dense")).rounded_outside == 0
     assert sparsellm.verify(tmp_path / "back").tensors == len(before)
 
 
