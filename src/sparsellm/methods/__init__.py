@@ -69,7 +69,7 @@ class LayerResult:
 
     name: str
     pattern: StoredPattern
-    shape: tuple[int, int]
+    shape: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]]
     zeros: int
     error: float
     known: str
@@ -80,13 +80,13 @@ class LayerResult:
     routed_tokens: int | None = None
     bits: int | None = None
     group_size: int | None = None
-    bits_per_weight: float | None = None
+    bits_per_weight: Annotated[float, Field(ge=0, le=2**20)] | None = None
     zeros_before: int = 0
 
     @property
     def sparsity(self) -> float:
         """The fraction of weights that are zero."""
-        return self.zeros / max(self.shape[0] * self.shape[1], 1)  # in a report that somebody edited, there may be none
+        return self.zeros / (self.shape[0] * self.shape[1])
 
 
 @dataclass(frozen=True)

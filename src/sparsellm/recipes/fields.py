@@ -92,10 +92,10 @@ def select_blocks(text: str, count: int) -> frozenset[int]:
         return frozenset(named[text])
     chosen: set[int] = set()
     for part in text.split(","):
-        if match := re.fullmatch(r"\s*(-?\d+)?:(-?\d+)?\s*", part):
+        if match := re.fullmatch(r"\s*(-?\d{1,9})?:(-?\d{1,9})?\s*", part):
             start, stop = int(match[1] or 0), count if match[2] is None else int(match[2])
         else:
-            start = int(part) if re.fullmatch(r"\s*-?\d+\s*", part) else count  # which no block has
+            start = int(part) if re.fullmatch(r"\s*-?\d{1,9}\s*", part) else count  # which no block has
             stop = start + 1 or count
         start, stop = (number + count if number < 0 else number for number in (start, stop))
         if not 0 <= start < stop <= count:

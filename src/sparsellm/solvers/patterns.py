@@ -183,7 +183,7 @@ class NM(Pattern):
 
     @classmethod
     def parse(cls, text: str) -> NM | None:
-        match = re.fullmatch(r"(\d+)\s*:\s*(\d+)", text)
+        match = re.fullmatch(r"(\d{1,9})\s*:\s*(\d{1,9})", text)
         return cls(int(match[1]), int(match[2])) if match else None
 
     @property

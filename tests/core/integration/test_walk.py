@@ -341,6 +341,8 @@ def test_blocks_refused() -> None:
     for text in ("4", "0:5", "2:2", "3:1", "5:", "half", "", "1,", "-5", "-5:", "-1:1", "1.5", "0-2", "1:2:3"):
         with pytest.raises(InvalidSetting, match=rf"`blocks` got {text!r}"):
             select_blocks(text, 4)
+    with pytest.raises(InvalidSetting, match="`blocks` got"):
+        select_blocks("9" * 5000, 4)  # more digits than Python turns into an integer
 
 
 def test_plans_by_name() -> None:

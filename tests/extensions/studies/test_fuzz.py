@@ -38,7 +38,7 @@ from sparsellm.recipes.selection import LayerName
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.texts import read_text
 from tests.conftest import ROOT, save_small
-from tests.fuzzing import Changed, either, fuzz, mutated, replaced
+from tests.fuzzing import Changed, either, every, fuzz, mutated, replaced
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
@@ -211,7 +211,15 @@ def test_sweep_folders(small: Path, tmp_path: Path) -> None:
             read()
     fuzz(home / "sweep.json", values(home / "sweep.json"), read)
     (home / "sweep.json").write_bytes(whole)
-    fuzz(cell.result, values(cell.result), read)
+    fuzz(cell.result, mutated([cell.result.read_bytes()]), read, inputs=300)
+    layer = result["report"]["blocks"][0]["layers"][0] | {
+        "bits": 4,
+        "group_size": 32,
+        "bits_per_weight": 3.5,
+        "routed_tokens": 8,
+    }
+    result["report"]["blocks"][0]["layers"] = [layer | {"damping": 0.01}]
+    fuzz(cell.result, every(result), read)
 
 
 def test_parquet(tmp_path: Path) -> None:

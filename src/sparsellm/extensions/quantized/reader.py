@@ -289,7 +289,7 @@ def _is_left_out(key: str, fields: Mapping[str, Any]) -> bool:
     """Whether a configuration lists the module of a weight as not quantized, under any prefix, or has no such block."""
     text = fields.get("text_config")
     blocks = (text if isinstance(text, dict) else fields).get("num_hidden_layers")
-    if isinstance(blocks, int) and any(int(number) >= blocks for number in re.findall(r"layers\.(\d+)\.", key)):
+    if isinstance(blocks, int) and any(int(number) >= blocks for number in re.findall(r"layers\.(\d{1,9})\.", key)):
         return True  # such as a block that predicts further tokens
     listed = (quantization_settings(fields) or {}).get("modules_to_not_convert")
     names = [name for name in listed if isinstance(name, str) and name] if isinstance(listed, list) else []
