@@ -73,7 +73,7 @@ def check_zeros(weight: Tensor, problem: LayerProblem, pattern: Pattern, solver:
         BrokenContract: The zeros break the pattern, are clearly more, or `problem.pruned_mask` has a value.
     """
     kind, count = type(solver).__name__, pattern.count_removed(weight.shape)
-    facts = [pattern.holds_async(weight), count_kept(weight)]
+    facts = [*pattern.holds_async(weight)]
     if problem.pruned_mask is not None:
         facts.append((weight.bool() & problem.pruned_mask).any())
     holds, kept, *revived = torch.stack([fact.to(torch.int64) for fact in facts]).tolist()  # the device is waited for once
@@ -129,7 +129,7 @@ class BlockRules:
         """Facts of the weights that `check` takes, as tensors, which are read together with others."""
         weights = {name: self._block.layer(own).weight.detach() for name, own in self._names.items()}
         unchanged = [_square(weights[name]) == square for name, square in self._others.items()]
-        return [pattern.holds_async(weights[name]) for name, pattern in self._planned.items()] + unchanged
+        return [pattern.holds_async(weights[name])[0] for name, pattern in self._planned.items()] + unchanged
 
     def check(self, readings: Sequence[float]) -> None:
         """Raise BrokenContract if a planned layer has no result or breaks its pattern, or if another layer was changed."""

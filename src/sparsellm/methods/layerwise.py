@@ -165,7 +165,8 @@ def _prune_non_blocking(
             weight, success = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
         weights.append(block.rounded_to_storage(name, weight))
         rounded = weights[-1].float()
-        zeros = pattern.holds_async(rounded), rounded.numel() - rounded.count_nonzero(), count_removed(rounded, problem)
+        as_planned, kept = pattern.holds_async(rounded)
+        zeros = as_planned, rounded.numel() - kept, count_removed(rounded, problem)
         scalars += [success & rounded.isfinite().all(), *zeros, *problem.energies(rounded)]
         clock.mark()
     values = iter(devices.to_python(scalars))

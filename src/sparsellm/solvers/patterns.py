@@ -80,11 +80,11 @@ class Pattern(ABC):
     def holds(self, weight: Tensor) -> bool:
         """Whether a weight, (out, in), has the zeros that the pattern asks for, and maybe more."""
 
-    def holds_async(self, weight: Tensor) -> Tensor:
-        """`holds` as a bool tensor, (); sparsellm's own patterns do not wait for the device."""
+    def holds_async(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """`holds` and `count_kept` of a weight, as tensors, (); sparsellm's own patterns do not wait for the device."""
         import torch
 
-        return torch.tensor(self.holds(weight), device=weight.device)
+        return torch.tensor(self.holds(weight), device=weight.device), count_kept(weight)
 
     @abstractmethod
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
@@ -141,10 +141,11 @@ class Unstructured(Pattern):
         return round(self.sparsity * math.prod(shape))
 
     def holds(self, weight: Tensor) -> bool:
-        return bool(self.holds_async(weight))
+        return bool(self.holds_async(weight)[0])
 
-    def holds_async(self, weight: Tensor) -> Tensor:
-        return count_kept(weight) <= weight.numel() - self.count_removed(weight.shape)
+    def holds_async(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        kept = count_kept(weight)
+        return kept <= weight.numel() - self.count_removed(weight.shape), kept
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of the whole layer, or of each row."""
@@ -213,19 +214,20 @@ class NM(Pattern):
         return math.prod(shape) * self.zeros // self.group
 
     def holds(self, weight: Tensor) -> bool:
-        return weight.shape[1] % self.group == 0 and bool(self.holds_async(weight))
+        return weight.shape[1] % self.group == 0 and bool(self.holds_async(weight)[0])
 
-    def holds_async(self, weight: Tensor) -> Tensor:
+    def holds_async(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         import numpy as np
         import torch
 
         if 8 % self.group == 0 and not _is_queued(weight.device):  # a third of the time of what follows
-            right = _right_bytes(self.zeros, self.group)
-            parts = (np.packbits(rows.bool().numpy()) for rows in _parts(weight))
-            return torch.tensor(all(np.take(right, part).all() for part in parts))
+            counts = _counts_of_bytes(self.zeros, self.group)
+            found = [np.take(counts, np.packbits(rows.bool().numpy())) for rows in _parts(weight)]
+            holds = all(part.max(initial=0) < _BROKEN for part in found)
+            return torch.tensor(holds), torch.tensor(sum(int(part.sum()) for part in found)) if holds else count_kept(weight)
         kept = weight.bool().to(torch.uint8 if self.group < 256 else torch.int32)
         counts = sum((kept[:, other :: self.group] for other in range(1, self.group)), start=kept[:, :: self.group])
-        return (counts <= self.group - self.zeros).all()
+        return (counts <= self.group - self.zeros).all(), count_kept(weight)
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of each group. `per_row` has no effect, because a group lies within a row."""
@@ -269,13 +271,18 @@ def _parts(weight: Tensor) -> Sequence[Tensor]:
     return parts
 
 
+_BROKEN = 16
+"""More than the kept weights of a byte."""
+
+
 @cache
-def _right_bytes(zeros: int, group: int) -> Any:
-    """For each byte, the bits of which are weights that are kept, whether every group in it has `zeros` others."""
+def _counts_of_bytes(zeros: int, group: int) -> Any:
+    """For each byte, whose bits are the weights that are kept, how many are; `_BROKEN` if a group in it keeps too many."""
     import numpy as np
 
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).reshape(256, -1, group)
-    return (bits.sum(-1) <= group - zeros).all(-1)
+    kept = bits.sum(-1)
+    return np.where((kept <= group - zeros).all(-1), kept.sum(-1), _BROKEN).astype(np.uint8)
 
 
 def keep_largest(score: Tensor, removed: int) -> Tensor:

@@ -126,6 +126,24 @@ def test_every_group_keeps_its_largest(pattern: NM, ties: bool) -> None:
     assert int((~keep).sum()) == pattern.count_removed(score.shape)
 
 
+@pytest.mark.parametrize("pattern", [Unstructured(0.5), NM(2, 4), NM(1, 2), NM(3, 8), NM(2, 5), NM(200, 300)], ids=str)
+def test_holds_and_counts_by_their_definition(pattern: Pattern) -> None:
+    """As groups counted one by one say, with one weight more or less than the pattern leaves at a random position too."""
+    random = torch.Generator().manual_seed(0)
+    for kept in ("mask", "one more", "one less", "all", "none"):
+        weight = torch.rand(9, 600, generator=random) + 0.1
+        place = tuple(torch.randint(600, (2,), generator=random) % torch.tensor(weight.shape))
+        mask = {"all": torch.ones(9, 600), "none": torch.zeros(9, 600)}.get(kept, pattern.keep(weight))
+        weight *= mask
+        if kept.startswith("one"):
+            weight[place] = kept == "one more"
+        zeros = (weight == 0).unflatten(1, (-1, pattern.group)).sum(-1) if isinstance(pattern, NM) else (weight == 0).sum()
+        wanted = pattern.zeros if isinstance(pattern, NM) else pattern.count_removed(weight.shape)
+        holds, count = pattern.holds_async(weight)
+        assert bool(holds) == bool((zeros >= wanted).all()) == pattern.holds(weight), kept
+        assert int(count) == int((weight != 0).sum()), kept
+
+
 def test_ties_go_by_position() -> None:
     """Where all scores are equal the earlier positions go."""
     equal = torch.zeros(2, 4)
