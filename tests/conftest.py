@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +41,17 @@ SHARED = ROOT.parent / "shared"
 CACHE = "XDG_CACHE_HOME"
 
 HAS_EXTENSIONS = (Path(sparsellm.__file__).parent / "extensions").exists()
-extensions = pytest.mark.skipif(not HAS_EXTENSIONS, reason="needs an extension, and only the core is installed")
+extensions = pytest.mark.extensions
 """Tests of the core that use a command, an option or a function of an extension."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the core that `tests/core_alone.sh` runs, and skip the others of the core in it."""
+    for item in items:
+        if item.path.is_relative_to(ROOT / "tests" / "core") and not item.get_closest_marker("extensions"):
+            item.add_marker(pytest.mark.core)
+        elif not HAS_EXTENSIONS:
+            item.add_marker(pytest.mark.skip(reason="needs an extension, and only the core is installed"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -244,9 +253,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return run
 
 
-def long_unless(quick: bool, *values: object) -> ParameterSet:
-    """A case of `pytest.mark.parametrize` that is in the long set only, unless it is quick."""
-    return pytest.param(*values, marks=() if quick else pytest.mark.long)
+def long_unless(quick: bool, *values: object, marks: Sequence[pytest.MarkDecorator] = ()) -> ParameterSet:
+    """A case of `pytest.mark.parametrize` that is in the long set only, unless it is quick; `marks` are further ones."""
+    return pytest.param(*values, marks=[*marks, *([] if quick else [pytest.mark.long])])
 
 
 def report_of(folder: Path) -> dict:

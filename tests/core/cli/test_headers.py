@@ -16,7 +16,7 @@ from typer.testing import Result
 
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.errors import BadCheckpoint
-from tests.conftest import HAS_EXTENSIONS
+from tests.conftest import extensions
 from tests.core.cli.test_bad_input import refused
 from tests.core.integration.test_block_loader import Code
 
@@ -140,6 +140,15 @@ def test_a_bin_file_of_more_than_tensors_is_refused(
     refused_by_all(command, folder, tmp_path, "pytorch_model.bin")
 
 
+@extensions
+def test_plan_refuses_a_damaged_index(tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]) -> None:
+    folder = Path(shutil.copytree(tiny["llama"], tmp_path / "model"))
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(INDICES["above the folder"]))
+    told = refused_by_all(command, folder, tmp_path, "model.safetensors.index.json")
+    assert told in refused(command("plan", folder, "--method", "magnitude"))
+
+
 def refused_by_all(command: Callable[..., Result], folder: Path, tmp_path: Path, *parts: str) -> str:
     """Check that every command that opens a model refuses it with the same message, and that none writes; the message."""
     text = tmp_path / "text.txt"
@@ -148,7 +157,6 @@ def refused_by_all(command: Callable[..., Result], folder: Path, tmp_path: Path,
     commands = (
         ("inspect", folder),
         ("evaluate", folder, "--text", text),
-        *([("plan", folder, *prune[3:])] if HAS_EXTENSIONS else []),
         prune,
         (*prune, "--offload"),
     )

@@ -26,7 +26,7 @@ from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from tests.conftest import HAS_EXTENSIONS, long_unless
+from tests.conftest import extensions, long_unless
 from tests.core.integration.test_block_loader import random_model, saved, windows
 from tests.pruning import prune_blocks
 
@@ -60,8 +60,6 @@ def steps_of(model: PreTrainedModel, method: BlockMethod, journal: Journal | Non
 
 def recovery() -> BlockMethod:
     """Gradient steps over each block of a model that was pruned before."""
-    if not HAS_EXTENSIONS:
-        pytest.skip("only the core is installed")
     from sparsellm.extensions.recover.training.masked_training import MaskedAdam
     from tests.recovering import block_recovery
 
@@ -80,7 +78,11 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "stop", "dtype"),
     [
-        long_unless(name in ("wanda", "norms") or stop == (1 if dtype is torch.float32 else 2), name, stop, dtype)
+        long_unless(
+            name in ("wanda", "norms") or stop == (1 if dtype is torch.float32 else 2),
+            *(name, stop, dtype),
+            marks=[extensions] if name == "recovery" else [],
+        )
         for name in [*METHODS, "recovery"]
         for stop in range(4)
         for dtype in (torch.float32, torch.bfloat16)
@@ -110,6 +112,7 @@ def test_runs_resume_to_the_same_bits(name: str, stop: int, dtype: torch.dtype, 
         )
 
 
+@extensions
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     """Every field of a block's result, with its types."""
     found = results(steps_of(random_model("opt"), recovery(), Journal.begin(tmp_path / "work", PRINT)))
