@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # torch, transformers and typer take seconds to import: only 
     from typer.core import TyperGroup as Command
     from typer.testing import Result
 
+    from tests.warm_programs import Start
+
 # Before torch is imported. The tests' models are too small for more threads, and the last bits of a sum depend on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -228,6 +230,15 @@ def server(_server: ForkServerContext) -> Iterator[ForkServerContext]:
     torch.set_num_threads(1)
     yield _server
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Runs a program of Python in a process that has loaded nothing of sparsellm when it starts."""
+    from tests.warm_programs import warm_programs
+
+    with warm_programs(tmp_path_factory.mktemp("programs")) as start:
+        yield start
 
 
 @cache

@@ -19,6 +19,7 @@ from sparsellm import load_report
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.outputs.folder import SCALES_FILE
 from tests.conftest import ROOT
+from tests.warm_programs import Start
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -61,15 +62,11 @@ def install(folder: Path, name: str, source: str) -> None:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Program:
+def program(tmp_path: Path, start: Start) -> Program:
     """Runs the command line in a process that finds the packages in `tmp_path`."""
-
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "sparsellm", *map(str, words)]
-        return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-
-    return run
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
+    return lambda *words: start("sparsellm", *map(str, words), folder=tmp_path, environment=environment)
 
 
 def test_a_package_brings_a_command_and_an_option(tmp_path: Path, program: Program) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,14 @@ from sparsellm.checkpoints.files import WORK
 from sparsellm.outputs.journal import JOURNAL
 from tests.conftest import ROOT
 from tests.outputs import same_bits, tensors_of
+from tests.warm_programs import Start
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 FOLDER = ROOT / "examples" / "my-pruner"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, start: Start) -> Run:
     """Runs a program of Python in a copy of the package, as it is once `pip install` was there."""
     shutil.copytree(FOLDER, tmp_path / "my-pruner", ignore=shutil.ignore_patterns("__pycache__"))
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -37,14 +37,7 @@ def run(tmp_path: Path) -> Run:
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def in_folder(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=tmp_path / "my-pruner",
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = start(*words, folder=tmp_path / "my-pruner", environment=environment)
         assert done.returncode in (status, -9), done.stderr + done.stdout
         return done
 
