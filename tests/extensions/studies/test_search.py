@@ -433,8 +433,8 @@ def test_an_increase_within_its_error_of_the_target_is_undecided(change: float, 
     note = undecided_note([point, point], Target.read("5%"))
     assert bool(note) == (answer == "undecided")
     if note:
-        assert note.startswith("whether the model at 50% and 50% has a perplexity increase of at most 5 % cannot be told (a ")
-        assert "they count as missing it. Measure on more text, `evaluate_limit`" in note
+        assert "the model at 50% and 50%" in note
+        assert "`evaluate_limit`" in note
     assert outcome(replace(point, increase_error=None, undecided=False), Target.read("5%")).endswith("with an unknown error")
 
 
@@ -444,9 +444,8 @@ def test_an_accuracy_within_its_error_of_the_target_is_told() -> None:
     for value, met, undecided in ((0.61, True, True), (0.59, False, True), (0.7, True, False), (0.5, False, False)):
         assert target.decide([], {"boolq": Accuracy(value, 0.02, None, 600)}) == Decision(met, undecided)
     point = Point("sparsity", 0.5, "magnitude", True, {}, None, {"boolq": 0.61}, None, 1.0, undecided=True)
-    assert (
-        outcome(point, target) == f"the model at 50% was measured to have {target}, but so close to it that this cannot be told"
-    )
+    assert "within the error" in outcome(point, target)
+    assert "within the error" not in outcome(replace(point, undecided=False), target)
 
 
 def test_a_search_says_which_sparsities_it_cannot_decide(
@@ -464,10 +463,8 @@ def test_a_search_says_which_sparsities_it_cannot_decide(
     assert done.exit_code == 0, done.stderr
     assert "+9.0 ± 2.0 %  undecided" in done.stdout
     assert "+2.0 ± 2.0 %        yes" in done.stdout
-    assert (
-        "note: whether the model at 50% has a perplexity increase of at most 10 % cannot be told (a perplexity" in done.stderr
-    )
-    assert "it counts as missing it. Measure on more text, --evaluate-limit, to decide" in done.stderr
+    assert "the model at 50% has a perplexity increase of at most 10 % (a perplexity" in done.stderr
+    assert "--evaluate-limit" in done.stderr
     assert "The model at 40% has a perplexity increase of at most 10 %." in done.stdout
 
 

@@ -130,7 +130,7 @@ def point_of(over: str, value: float, effort: str, report: Report, *, size: int 
 
 
 def undecided_note(points: Sequence[Point], target: Target) -> str:
-    """Which of these values cannot be told to meet the target or to miss it, and what to do; empty if all can."""
+    """The values of which it is undecided whether they meet the target, and what decides it; empty if there are none."""
     if target.size is not None:
         return ""
     if any(x.increase is not None and math.isfinite(x.increase) and x.increase_error is None for x in points):
@@ -144,7 +144,7 @@ def undecided_note(points: Sequence[Point], target: Target) -> str:
         counted = "the values decide. Measure on more questions, `task_limit`,"
     measured = ", ".join(x.describe() for x in unsure)
     return (
-        f"whether the model at {names} has {target} cannot be told ({measured}): within {MEASURABLE:.0f} standard errors of "
+        f"it is undecided whether the model at {names} has {target} ({measured}): within {MEASURABLE:.0f} standard errors of "
         f"that, {counted} to decide"
     )
 
@@ -153,7 +153,7 @@ def outcome(point: Point, target: Target) -> str:
     """What is known of the model of a point, in a sentence: it has the target, or why that is not certain."""
     model = f"the model at {point.label}"
     if point.undecided:
-        return f"{model} was measured to have {target}, but so close to it that this cannot be told"
+        return f"{model} was measured to have {target}, within the error of the measurement"
     if point.size is None and point.increase is not None and point.increase_error is None:
         return f"{model} was measured to have {target}, with an unknown error"
     return f"{model} has {target}"
