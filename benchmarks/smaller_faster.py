@@ -267,10 +267,14 @@ def in_short() -> list[str]:
 
 
 def quality() -> list[str]:
-    """Bytes and perplexity of every form of every trained model."""
-    names = models()
-    rows = [[words_of(form), *(", ".join(filter(None, shown(name, form))) for name in names)] for form in FORMS_PACKED]
-    return markdown_table(["bytes, perplexity", *names], rows)
+    """Bytes and perplexity of every form of every trained model, narrow enough for a page: the errors stand below."""
+    names, rows = models(), []
+    for form in FORMS_PACKED:
+        found = [shown(name, form) for name in names]
+        rows.append([words_of(form), *(f"{share}, {change.partition(' ±')[0]} %" if share else "" for share, change in found)])
+    errors = [x["error"] for key, x in read_figures(FILE).items() if isinstance(x, dict) and "error" in x]
+    lines = markdown_table(["bytes, perplexity", *names], rows)
+    return [*lines, "", f"Standard errors of the changes are {100 * min(errors):.2f} to {100 * max(errors):.1f} %."]
 
 
 def main() -> None:
