@@ -48,7 +48,11 @@ extensions = pytest.mark.extensions
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the core that `tests/core_alone.sh` runs, and skip the others of the core in it."""
+    """Mark the tests of the core that `tests/core_alone.sh` runs, and skip the others of the core in it.
+
+    Those of the project come first: the longest are among them, and a long one as the last would leave other processes idle.
+    """
+    items.sort(key=lambda item: not item.path.is_relative_to(ROOT / "tests" / "project"))
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "core") and not item.get_closest_marker("extensions"):
             item.add_marker(pytest.mark.core)
