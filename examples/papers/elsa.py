@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ class ELSA:
         steps: Steps of Adam; the rate falls linearly to 0.
         rate: The first learning rate.
         penalty: Weight of the distance from the pattern.
-        schedule: Whether the penalty is constant, or rises from 0 as half of a cosine.
         interval: Steps of Adam between projections.
         sequences: Sequences that a step reads.
     """
@@ -54,7 +53,6 @@ class ELSA:
     steps: int = 4096
     rate: float = 2e-4
     penalty: float = 0.01
-    schedule: Literal["constant", "cosine"] = "constant"
     interval: int = 32
     sequences: int = 8
 
@@ -125,8 +123,7 @@ class ELSA:
             admm.start(dense, self.rate)
             for step, numbers in enumerate(chosen[: self.steps], 1):
                 loss, done = loss_of([read[number] for number in numbers]), (step - 1) / self.steps
-                rising = (1 - math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1
-                admm.step(loss, self.rate * (1 - done), self.penalty * rising)
+                admm.step(loss, self.rate * (1 - done), self.penalty)
                 if step % self.interval == 0:
                     admm.project()
                 losses.append(float(loss.detach()))
