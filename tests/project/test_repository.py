@@ -131,6 +131,15 @@ def test_the_citation_is_of_this_version() -> None:
     assert all(name in notes for name in ("algorithm1", "alps", "sparsegpt", "wanda", "owl"))
 
 
+def test_scripts_stop_at_a_failing_command() -> None:
+    """An empty script would pass."""
+    scripts = [file for pattern in (".ci/*", "tests/*.sh", "dev/*.sh") for file in ROOT.glob(pattern)]
+    assert len(scripts) > 6
+    contents = {file.name: file.read_text(encoding="utf-8") for file in scripts}
+    stops = ("\nset -euo pipefail\n", "\nexec ")
+    assert [name for name, text in contents.items() if not any(words in text for words in stops)] == []
+
+
 def test_pre_commit_runs_what_the_tests_run() -> None:
     """All hooks are local, so that nothing is fetched; each check of tests/all.sh has one."""
     (repository,) = content(ROOT / ".pre-commit-config.yaml")["repos"]
