@@ -271,7 +271,7 @@ def load_plugin(place: str) -> Extension:
 def check_plugins(places: Iterable[Any], where: str) -> None:
     """Raise InvalidSetting for a plugin that is not loaded: a recipe, a sweep or a report names it, and imports no code."""
     loaded = {x.name for x in PLUGINS}
-    if missing := next((x for x in map(str, places) if not {x, x.partition(":")[0]} & loaded), None):
+    if (missing := next((x for x in map(str, places) if not {x, x.partition(":")[0]} & loaded), None)) is not None:
         raise InvalidSetting(f"{where} needs the plugin {missing}, and a file imports no code. Pass `plugin='{missing}'`.")
 
 

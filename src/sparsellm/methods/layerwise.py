@@ -165,9 +165,9 @@ def _prune_non_blocking(
             weight, success = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
         weights.append(block.rounded_to_storage(name, weight))
         rounded = weights[-1].float()
-        as_planned, kept = pattern.holds_async(rounded)
-        zeros = as_planned, rounded.numel() - kept, count_removed(rounded, problem)
-        scalars += [success & rounded.isfinite().all(), *zeros, *problem.energies(rounded)]
+        right, kept = pattern.holds_async(rounded)
+        zeros = rounded.numel() - kept, count_removed(rounded, problem)
+        scalars += [success & rounded.isfinite().all(), right, *zeros, *problem.energies(rounded)]
         clock.mark()
     values = iter(devices.to_python(scalars))
     for (name, layer_stats), weight, seconds in zip(statistics.items(), weights, clock.seconds(), strict=True):

@@ -20,6 +20,7 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runtime import devices
+from sparsellm.solvers.patterns import count_kept
 from sparsellm.solvers.statistics import TokenCount
 
 if TYPE_CHECKING:
@@ -203,5 +204,5 @@ def _layer_steps(
 def _zeros(block: Block, plan: Plan) -> dict[str, int]:
     """The number of zeros in each planned layer, by its full name."""
     weights = {block.full_name(name): layer.weight for name, layer in block.layers.items() if block.full_name(name) in plan}
-    kept = devices.to_python([weight.count_nonzero() for weight in weights.values()])
+    kept = devices.to_python([count_kept(weight) for weight in weights.values()])
     return {name: weight.numel() - int(count) for (name, weight), count in zip(weights.items(), kept, strict=True)}

@@ -250,7 +250,7 @@ def _with_settings(name: str, settings: Mapping[str, Any], depth: int | None = N
     if not settings:
         return default
     known, hints = settings_of(name), get_type_hints(type(default))
-    if unknown := next((key for key in settings if key not in known), None):
+    if (unknown := next((key for key in settings if key not in known), None)) is not None:
         raise _refusal(name, f"The {_door(name)[:-1]} {name} has no setting {unknown!r}.")
     values = {}
     for key, value in settings.items():
@@ -325,7 +325,7 @@ def step_named(value: Any) -> Any:
 def completed_steps(values: Sequence[Any]) -> tuple[Any, ...]:
     """Steps with all of their settings, as a recipe has them. Raises InvalidSetting for an unknown or a repeated one."""
     names = [split_name(value, "then")[0] for value in values]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
+    if (repeated := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise InvalidSetting(f"`then` names {repeated} twice. Name each only once.")
     found = [(name, data_of(step_named(value))) for name, value in zip(names, values, strict=True)]
     return tuple({"name": name, **data} if data else name for name, data in found)

@@ -96,10 +96,8 @@ class Sweep(BaseModel, frozen=True):
     @model_validator(mode="after")
     def _check_axes(self) -> Sweep:
         """Raise ValueError, as for a damaged file, if cells or columns are of other axes."""
-        if self.columns is not None and self.columns not in self.axes:
-            raise ValueError(f"its columns are of no axis: {self.columns!r}")
-        if any(cell.labels.keys() != self.axes.keys() for cell in self.cells):
-            raise ValueError("its cells have labels of other axes")
+        if self.columns not in {None, *self.axes} or any(cell.labels.keys() != self.axes.keys() for cell in self.cells):
+            raise ValueError("its columns or cells are of other axes")
         return self
 
     @property

@@ -10,6 +10,7 @@ import pytest
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods.algorithm1 import Algorithm1
 from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.recipes.file import read_recipe
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -47,3 +48,10 @@ def cases() -> Iterator[tuple[type, str, float]]:
 def test_impossible_settings_are_refused(kind: Any, name: str, value: float) -> None:
     with pytest.raises(InvalidSetting, match=rf"{name}\b.*{value:g}"):
         kind(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["alps", "sparsellm"])
+def test_a_setting_without_a_name_is_refused(name: str) -> None:
+    """As a file may hold it: an empty name is false, and no name at all is none."""
+    with pytest.raises(InvalidSetting, match=f"{name} has no setting ''"):
+        read_recipe({"model": "demo:opt", "method": name, "settings": {"": {}}})

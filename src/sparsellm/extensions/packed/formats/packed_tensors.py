@@ -164,6 +164,6 @@ def find_packed(file: Path, headers: Mapping[str, TensorHeader], metadata: Mappi
             )
         found[key] = PackedWeight(entry, {part: (file, name) for part, name in names.items()}, sizes)
         parts |= set(names.values())
-    if left := next((key for key in headers if key not in parts and len(parts_of(key, headers)) > 1), None):
+    if (left := next((key for key in headers if key not in parts and len(parts_of(key, headers)) > 1), None)) is not None:
         raise BadCheckpoint(f"{file.name} is damaged: it does not list {left[:80]}, of which it holds the parts.")
     return found
