@@ -112,11 +112,10 @@ class BlockRules:
 
     def __init__(self, method: BlockMethod, block: Block, plan: Plan) -> None:
         self._kind, self._block = type(method).__name__, block
-        weights = {block.full_name(name): name for name in block.layers}
-        self._planned = {full_name: plan[full_name] for full_name in weights if full_name in plan}
+        self._names = {block.full_name(name): name for name in block.layers}
+        self._planned = {full_name: plan[full_name] for full_name in self._names if full_name in plan}
         self._waiting = set(self._planned)
-        self._others = {x: _square(block.layer(name).weight) for x, name in weights.items() if x not in plan}
-        self._names = weights
+        self._others = {x: _square(block.layer(name).weight) for x, name in self._names.items() if x not in plan}
 
     def check_reported(self, result: LayerResult) -> None:
         """Raise BrokenContract if a result is of a layer that is not planned, or that had one before."""

@@ -257,12 +257,6 @@ class Report(Summarized):
         found = {WHOLE_MODEL: self.recovered} | {f"block {block.index}": block.refined for block in self.blocks}
         return {name: training for name, training in found.items() if training is not None}
 
-    def add_before(self, perplexity: Mapping[str, Perplexity]) -> None:
-        """Record the perplexity, by text, of the pruned checkpoint that a recovery starts from."""
-        if self.pruned is not None:
-            measured = {text: {**self.perplexity.get(text, {}), "pruned": value} for text, value in perplexity.items()}
-            self.pruned = replace(self.pruned, perplexity={**self.pruned.perplexity, **measured})
-
     def before(self, text: str) -> Perplexity | None:
         """The perplexity of the pruned checkpoint that a recovery starts from; None if it was not measured."""
         return self.pruned.perplexity.get(text, {}).get("pruned") if self.pruned else None

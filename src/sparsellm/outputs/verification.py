@@ -153,17 +153,13 @@ def verify(
                 raise_if_any(output, differences)
                 dense_tensors = None
                 break
-    differences, converted = _layer_differences(model, written, dense_tensors, report)
+    differences, converted, outside = _layer_differences(model, written, dense_tensors, report)
     if converted and not report.dtype_changed:
         differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
     raise_if_any(output, differences)
     dtype = written.dtype(converted[0]) if converted else ""
-    pruned = {
-        key for key, of in layers_by_parameter(model, layers).items() if any(b.full_name(name) in layers for b, name in of)
-    }
-    outside = formats_of(written.files).keys() - pruned - report.changed_parameters
     against = dense.name if dense else None
-    return Verification(str(output), *counts, against, len(report.changed_parameters), dtype, rounded, len(outside))
+    return Verification(str(output), *counts, against, len(report.changed_parameters), dtype, rounded, outside)
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:
@@ -189,7 +185,7 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
         if not bit_identical(held, tensor.to(held.dtype)):  # the class may convert tensors
             differences.append(f"{key} has other values than in memory")
     raise_if_any("The written checkpoint", differences)
-    differences, _ = _layer_differences(model, written, None if dense is None else StoredTensors(dense, model), report)
+    differences, *_ = _layer_differences(model, written, None if dense is None else StoredTensors(dense, model), report)
     raise_if_any("The written checkpoint", differences)
 
 
@@ -304,17 +300,18 @@ def _are_stored_as_reported(folder: Path, layers: Mapping[str, LayerResult]) -> 
 
 def _layer_differences(
     model: PreTrainedModel, tensors: StoredTensors, dense: StoredTensors | None, report: Report
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[str], int]:
     """Differences between pruned layers and their report, and between other tensors and the dense model's, if given.
 
     Returns:
-        The differences, and the names of other tensors that equal the dense model's in another dtype.
+        The differences; the names of other tensors that equal the dense model's in another dtype; and the number of those that
+        were rounded since.
     """
     differences: list[str] = []
     converted: list[str] = []
     rounded = formats_of(tensors.files)
     layers = {layer.name: layer for layer in report.layers}
-    skipped, missing = report.changed_parameters | rounded.keys(), dict(layers)
+    skipped, missing = set(report.changed_parameters), dict(layers)
     for key, pairs in layers_by_parameter(model, layers).items():
         pruned = [full_name for block, name in pairs if (full_name := block.full_name(name)) in layers]
         if not pruned:
@@ -338,12 +335,13 @@ def _layer_differences(
     differences += [f"{name}, which its report says was pruned, is missing" for name in missing]
     if dense is not None:
         comparison = compare(tensors, dense)
-        known = {tensors.one_name(key) for key in skipped}  # tied tensors may have another of their names in the files
+        # tied tensors may have another of their names in the files
+        known = {tensors.one_name(key) for key in skipped | rounded.keys()}
         unexpected = [key for key in (*comparison.changed, *comparison.only_here) if tensors.one_name(key) not in known]
         differences += [f"{key} was not pruned and differs from the dense model's" for key in unexpected]
         differences += [f"{key} of the dense model is missing" for key in comparison.only_there]
         converted = [key for key in comparison.converted if tensors.one_name(key) not in known]
-    return differences, converted
+    return differences, converted, len(rounded.keys() - skipped)
 
 
 def _layer_difference(weight: Tensor, expected: LayerResult, *, rounded: bool) -> list[str]:

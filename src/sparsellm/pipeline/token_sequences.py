@@ -54,8 +54,7 @@ def read_tokens(
             tokenizer: tuple[object, ...] = (id(source.own_tokenizer),)
         else:
             tokenizer = (source.folder, *map(contents, source.stamps.documents))  # its files among them
-        form = (recipe.text_field, recipe.documents, recipe.bos)
-        return shared.in_memory((*tokenizer, length, *form, *settings), find)
+        return shared.in_memory((*tokenizer, length, recipe.text_field, recipe.documents, recipe.bos, *settings), find)
 
     def identity(field: str, name: str) -> object:
         """The key of a text: data in memory, of which some can be read only once, are not compared."""

@@ -297,8 +297,8 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
     if removed <= 0:
         return torch.ones_like(score, dtype=torch.bool)
     flat = score.flatten()
-    if _is_queued(flat.device):
-        return _all_but_smallest(flat, removed).view(score.shape)
+    if _is_queued(flat.device):  # a threshold would need a synchronization
+        return torch.ones_like(flat, dtype=torch.bool).index_fill_(0, flat.argsort(stable=True)[:removed], False).view_as(score)
     threshold = _kth_smallest(flat, removed)
     keep = flat > threshold
     kept_ties = flat.numel() - removed - int(keep.count_nonzero())  # number of scores equal to the threshold that are kept
@@ -311,13 +311,6 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
 def _is_queued(device: torch.device) -> bool:
     """As `devices.queued`, whose file imports torch."""
     return device.type != "cpu"
-
-
-def _all_but_smallest(flat: Tensor, removed: int) -> Tensor:
-    """The mask of `keep_largest` by sorting: on an accelerator a threshold would need a synchronisation."""
-    import torch
-
-    return torch.ones_like(flat, dtype=torch.bool).index_fill_(0, flat.argsort(stable=True)[:removed], False)
 
 
 def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:

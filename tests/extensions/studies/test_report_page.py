@@ -34,6 +34,7 @@ from sparsellm.extensions.studies.page import comparison_page, report_page, verd
 from sparsellm.extensions.studies.plots import convergence, run_plots
 from sparsellm.extensions.studies.run_again import run_command, sweep_yaml
 from sparsellm.extensions.studies.sweep_file import read_sweep
+from sparsellm.methods import BlockResult
 from sparsellm.outputs.report import PrunedReport, Report, load_report
 from sparsellm.recipes.file import validated
 from sparsellm.recipes.path_names import PathNames
@@ -208,6 +209,15 @@ def test_plots_without_data_are_left_out(tmp_path: Path) -> None:
     blocks = load_report(made_up.a_run(tmp_path)).blocks
     assert convergence(blocks) is not None
     assert convergence([replace(block, epochs=block.epochs[:1]) for block in blocks]) is None
+
+
+@pytest.mark.parametrize("length", [1, 70, 91, 300])
+def test_a_map_of_layers_with_long_names(length: int) -> None:
+    """Names that leave no room, or less, for the cells beside them."""
+    blocks = [BlockResult(0, "a", (made_up.layer(f"a.{'n' * length}"),), (), 1.0)]
+    [plot] = run_plots(made_up.report(blocks=blocks))
+    assert plot.name == "error-map"
+    assert "n" * length in plot.save("svg").decode()
 
 
 def part_of(text: str, pattern: str) -> str:

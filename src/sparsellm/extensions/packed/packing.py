@@ -291,15 +291,11 @@ def packed_outputs(outputs: Mapping[Path, RunRecipe], *, resume: bool, overwrite
             limit = f"packing is for {100 * PAYS:.0f} % and more"
             raise InvalidSetting(f"`sparsity` {recipe.sparsity} is too little to pack: {limit}. Leave out `pack`.")
         target = output.with_name(f"{output.name}-packed")
-        if not (resume and is_finished(target) and _is_packed_from(target, output)):
+        finished = resume and is_finished(target) and is_finished(output)
+        if not (finished and read_output(local_path(target)).repeats(read_output(local_path(output)))):
             check_output(target, overwrite, output)
             targets[output] = target
     return targets
-
-
-def _is_packed_from(target: Path, output: Path) -> bool:
-    """Whether a finished packed model is of the run that wrote a finished output."""
-    return is_finished(output) and read_output(local_path(target)).repeats(read_output(local_path(output)))
 
 
 def _check_configured(source: Source) -> None:

@@ -132,16 +132,12 @@ class BlockRecovery:
         names = {block.full_name(name): name for name in block.layers}
         block.scales.update({names[full_name]: x.scales for full_name, x in scales.items()})
         for layer in self.layers[block.name]:
-            yield _with_format(layer, block.layer(names[layer.name]).weight, scales.get(layer.name))
+            weight, rounded = block.layer(names[layer.name]).weight, scales.get(layer.name)
+            yield replace(layer, zeros=count_zeros(weight), **(rounded.format.fields_of(weight) if rounded else NO_FORMAT))
 
 
 NO_FORMAT = dict.fromkeys(("bits", "group_size", "bits_per_weight"))
 """Entries of a result on a layer whose numbers have no format."""
-
-
-def _with_format(layer: LayerResult, weight: Tensor, scales: Scales | None) -> LayerResult:
-    """A layer's result with the zeros that its weight has now, and the integers that its scales belong to."""
-    return replace(layer, zeros=count_zeros(weight), **(scales.format.fields_of(weight) if scales else NO_FORMAT))
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:

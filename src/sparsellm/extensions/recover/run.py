@@ -69,7 +69,8 @@ def recover_run(
             gc.collect()  # frees the checkpoint's weights
             loaded = run.load_and_check()
             run.measure("dense", loaded)
-            report.add_before(before)
+            measured = {text: {**report.perplexity.get(text, {}), "pruned": value} for text, value in before.items()}
+            report.pruned = replace(report.pruned, perplexity=report.pruned.perplexity | measured)
             loaded = run.in_batches(loaded, partial(_recover, run))
             if before_run := report_before(ready.source):
                 report.add_changes(before_run.changed_parameters)

@@ -193,7 +193,8 @@ def heat_map(
     """
     from matplotlib import colormaps
 
-    width = (figure_width() - 1.0 - CHARACTER * max(map(len, rows))) / len(columns)  # of a column
+    whole = figure_width()
+    width = max(whole - 1.0 - CHARACTER * max(map(len, rows)), whole / 4) / len(columns)  # of a column
     longest = max((len(line) for _, text in cells.values() for line in text.split("\n")), default=1)
     numbered = 0.8 * CHARACTER * (1 + longest) < width
     lines = max((text.count("\n") + 1 for _, text in cells.values()), default=1) if numbered else 1

@@ -38,14 +38,10 @@ def run_command(recipe: RunRecipe, output: str) -> str:
         elif isinstance(value, dict):
             lines += [["--set", f"{key}={_in_line(x)}"] for key, x in value.items()]
         else:
-            for item in map(_word, value if isinstance(value, list) else [value]):
+            for one in value if isinstance(value, list) else [value]:
+                item = _in_line(one) if isinstance(one, dict) else str(one)
                 lines.append([f"{option}={item}"] if item.startswith("-") else [option, item])
     return " \\\n  ".join(map(shlex.join, lines))
-
-
-def _word(value: Any) -> str:
-    """A value on a command line."""
-    return _in_line(value) if isinstance(value, dict) else str(value)
 
 
 def _in_line(value: Any) -> str:

@@ -159,7 +159,8 @@ class MaskedAdam:
         validation_steps = {round(self.steps * (number + 1) / VALIDATIONS) for number in range(VALIDATIONS)}
         losses: list[float] = []  # since the last validation
         for step in range(state.curve[-1].step + 1, self.steps + 1):
-            losses.append(state.step(loss, state.rate_scale * self._rate_at(step), groups=groups - held_out))
+            rate = self.rate * min(1.0, step / (WARMUP * self.steps)) * (1 - (step - 1) / self.steps)
+            losses.append(state.step(loss, state.rate_scale * rate, groups=groups - held_out))
             if not math.isfinite(losses[-1]):
                 return f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
             if step in validation_steps:
@@ -178,10 +179,6 @@ class MaskedAdam:
             if progress is not None:
                 progress(step, self.steps)
         return ""
-
-    def _rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        return self.rate * min(1.0, step / (WARMUP * self.steps)) * (1 - (step - 1) / self.steps)
 
 
 class _State:
