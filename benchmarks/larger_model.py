@@ -7,9 +7,8 @@
     python benchmarks/larger_model.py table
 
 TEXT is a folder or files of text (.txt, also .xz, .gz or .bz2). What a folder has in held-back.txt, or else the last twentieth
-of the text, is measured and never trained on. The cells that matter most are measured first. Every finished cell is in the file
-of figures at once; when time runs out, the same command goes on from the trained models in --work and with the missing cells.
-Two processes may each measure one of the --models.
+of the text, is measured and never trained on. The cells that matter most are measured first; when time runs out, the same
+command goes on from the models in --work with the missing cells. Two processes may each measure one of the --models.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ def measure(model: Any, folder: Path, threads: Sequence[int], *, batches: Sequen
     if gguf_models.missing:
         print(gguf_models.missing, file=sys.stderr)
         return []
+    import llama_cpp
+
     weights, speeds = step_weights(model), []
     whole = folder / f"{gguf_models.WHOLE}.gguf"
     gguf_models.write(model, whole)
@@ -38,7 +40,7 @@ def measure(model: Any, folder: Path, threads: Sequence[int], *, batches: Sequen
             for count in threads:
                 for batch in batches:
                     torch.set_num_threads(count)
-                    seconds, reads = decode(gguf_models.llama_cpp, loaded, weights, threads=count, batch=batch, tokens=tokens)
+                    seconds, reads = decode(llama_cpp, loaded, weights, threads=count, batch=batch, tokens=tokens)
                     speeds.append({"form": f"llama.cpp {kind}", "threads": count, "batch": batch})
                     speeds[-1] |= {
                         "decode": batch * tokens / seconds,

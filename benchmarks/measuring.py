@@ -70,9 +70,9 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
     return [f"| {' | '.join(head)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def add_measure(commands: Any, patterns: Sequence[str], seeds: Sequence[int]) -> argparse.ArgumentParser:
-    """The command `measure MODEL` of a script, with the texts, patterns and seeds."""
-    parser: argparse.ArgumentParser = commands.add_parser("measure")
+def add_measure(commands: Any, patterns: Sequence[str], seeds: Sequence[int], name: str = "measure") -> argparse.ArgumentParser:
+    """The command `measure MODEL` of a script, or one of another name, with the texts, patterns and seeds."""
+    parser: argparse.ArgumentParser = commands.add_parser(name)
     parser.add_argument("model")
     parser.add_argument("--calibrate", default="demo")
     parser.add_argument("--test", default="demo")

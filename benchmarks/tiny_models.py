@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sparsellm.checkpoints.loading import silence_transformers
+from sparsellm.checkpoints.configuration import silence_transformers
 
 VOCABULARY = 384
 LAYERS = 4

@@ -2,24 +2,31 @@
 
     python benchmarks/tokens.py measure demo:opt --seeds 0 1 2
     python benchmarks/tokens.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
+    python benchmarks/tokens.py measure PATH/mixtral --counts 4 8 64    # trained by `train_demo_models.py mixtral PATH/mixtral`
     python benchmarks/tokens.py table                       # excess by method, and every cell where SparseGPT or ALPS is better
     python benchmarks/tokens.py compare FOLDER              # the same cells in two folders of figures, as of two revisions
+    python benchmarks/tokens.py pair PATH/wt2-opt --methods fast ALPS --patterns "50% uniform" --counts 16 --windows 800
 
 Excess is the logarithm of the pruned model's perplexity over the dense one's, on up to 200 test sequences of 256 tokens.
-Every cell is written to benchmarks/measured/tokens-MODEL.json as soon as it is known, and a killed run continues.
+Every cell is written to benchmarks/measured/tokens-MODEL.json as soon as it is known, and a killed run continues. `pair` prints
+the difference of two methods on as many test sequences as are given, with its errors over sequences and over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
+import torch
 from matplotlib.ticker import FuncFormatter, LogLocator
 from measuring import CUT, MEASURED, add_measure, markdown_table, read_figures, record
 from quality import svg_of
+from training import sequence_losses
+from transformers import PreTrainedModel
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.evaluation.perplexity import measure_perplexity
@@ -58,12 +65,34 @@ def measure(words: argparse.Namespace) -> None:
     tests = test_windows(read_text(words.test, "test"), source.tokenizer(), LENGTH, limit=WINDOWS, **CUT).windows
     dense = measure_perplexity(source.load(), tests).value
     for seed, count, pattern, method in product(words.seeds, words.counts, words.patterns, words.methods):
-        settings, key = settings_of(method, pattern), key_of(method, pattern, count, seed)
-        if settings is None or key in read_figures(file):
+        key = key_of(method, pattern, count, seed)
+        if settings_of(method, pattern) is None or key in read_figures(file):
             continue
-        drawn = {"calibration": words.calibrate, "samples": count, "sequence_length": LENGTH, "seed": seed} | CUT
-        result = prune_run(read_recipe(settings | drawn | {"model": words.model}), lambda event: None)
-        record(file, key, round(math.log(measure_perplexity(result.model, tests).value / dense), 5))
+        model = pruned(words, method, pattern, count, seed)
+        record(file, key, round(math.log(measure_perplexity(model, tests).value / dense), 5))
+
+
+def pair(words: argparse.Namespace) -> Iterator[str]:
+    """The difference of the loss between two methods, by pattern and number of sequences, with two standard errors."""
+    tests = test_windows(
+        read_text(words.test, "test"), open_checkpoint(words.model).tokenizer(), LENGTH, limit=words.windows, **CUT
+    ).windows
+    for pattern, count in product(words.patterns, words.counts):
+        found = []
+        for seed in words.seeds:
+            losses = [sequence_losses(pruned(words, method, pattern, count, seed), tests) for method in words.methods]
+            found.append(losses[0] - losses[1])
+        gaps = torch.stack(found).double()  # (seeds, sequences)
+        errors = (gaps.mean(axis).std() / math.sqrt(gaps.shape[1 - axis]) for axis in (0, 1))
+        text = " ± ".join(f"{error:.5f}" for error in errors)
+        yield f"{pattern}, {count} sequences: {gaps.mean():+.5f} ± {text} ({len(tests)} test sequences; {len(found)} seeds)"
+
+
+def pruned(words: argparse.Namespace, method: str, pattern: str, count: int, seed: int) -> PreTrainedModel:
+    """The model pruned as a cell says; the method is one for which `settings_of` gives settings."""
+    settings = settings_of(method, pattern) or {}
+    drawn = {"calibration": words.calibrate, "samples": count, "sequence_length": LENGTH, "seed": seed} | CUT
+    return prune_run(read_recipe(settings | drawn | {"model": words.model}), lambda event: None).model
 
 
 def excesses(cells: Cells, method: str, pattern: str, count: int) -> dict[int, float]:
@@ -140,35 +169,42 @@ def chart() -> str:
     """Excess at 2:4 against the number of sequences, one panel for each model, as SVG."""
     with style(7.2):
         figure = new_figure(4.6)
-        for axes, (name, cells) in zip(figure.subplots(2, 2).flat, of_models(MEASURED).items(), strict=False):
+        *panels, last = figure.subplots(2, 3).flat
+        for axes, (name, cells) in zip(panels, of_models(MEASURED).items(), strict=True):
             for method, color in zip((*RIVALS, *OURS), COLORS, strict=False):
                 found = {count: excesses(cells, method, CHARTED, count) for count in COUNTS}
                 points = {count: mean(some.values()) for count, some in found.items() if some}
                 axes.plot([*points], [*points.values()], color=color, marker="o", label=method)
             axes.set(xscale="log", yscale="log", title=name)
-            axes.set_xticks(COUNTS, [*map(str, COUNTS)])
+            axes.set_xticks(COUNTS[::2], [*map(str, COUNTS[::2])])
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.minorticks_off()
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+        last.axis("off")
+        last.legend(*axes.get_legend_handles_labels(), loc="center", fontsize=9)
         figure.supylabel("excess, logarithmic; 0.01 loses 1 % of perplexity")
-        for axes in figure.axes[2:]:
-            axes.set_xlabel("calibration sequences of 256 tokens")
+        figure.supxlabel("calibration sequences of 256 tokens")
     return svg_of(figure, "few-tokens")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = add_measure(commands, PATTERNS, SEEDS)
+    measuring, pairing = add_measure(commands, PATTERNS, SEEDS), add_measure(commands, PATTERNS, SEEDS, "pair")
     measuring.add_argument("--methods", nargs="+", default=[*RIVALS, *OURS])
-    measuring.add_argument("--counts", nargs="+", type=int, default=COUNTS)
+    pairing.add_argument("--methods", nargs=2, default=["default", "ALPS"])
+    for command in (measuring, pairing):
+        command.add_argument("--counts", nargs="+", type=int, default=COUNTS)
     measuring.add_argument("--folder", type=Path, default=MEASURED)
+    pairing.add_argument("--windows", type=int, default=WINDOWS)
     commands.add_parser("table")
     commands.add_parser("compare").add_argument("folder", type=Path)
     words = parser.parse_args()
     if words.command == "measure":
         measure(words)
+    elif words.command == "pair":
+        for line in pair(words):
+            print(line, flush=True)
     else:
         print("\n".join(table() if words.command == "table" else compare(words.folder)))
 

@@ -1,7 +1,8 @@
 """Train a demo model: `python benchmarks/train_demo_models.py opt OUTPUT_DIR`.
 
 This script trained the bundled models, whose `training.json` files record the settings and the duration. The defaults take
-about half an hour on one core. During training, the folder contains the best checkpoint so far.
+about half an hour on one core. During training, the folder contains the best checkpoint so far. `mixtral`, a mixture of
+experts, is not bundled: `tokens.py` measures it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -100,7 +103,10 @@ def train(training: DemoTraining, output: Path) -> dict[str, object]:
 
 
 def build_model(training: DemoTraining) -> PreTrainedModel:
-    """Initialize a model of four blocks of width 192, two million parameters: one per character of the text."""
+    """Initialize a model of four blocks of width 192, two million parameters: one per character of the text.
+
+    The mixture has three blocks of width 96 and, in each, eight experts, of which a token passes through two.
+    """
     if training.family == "opt":
         model = OPTForCausalLM(OPTConfig(
             vocab_size=training.vocabulary, hidden_size=192, word_embed_proj_dim=192, num_hidden_layers=4, ffn_dim=768,
@@ -109,6 +115,12 @@ def build_model(training: DemoTraining) -> PreTrainedModel:
         decoder = model.model.decoder
         tell_positions_from_tokens(decoder.embed_tokens.weight, decoder.embed_positions.weight)
         return model
+    if training.family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(
+            vocab_size=training.vocabulary, hidden_size=96, num_hidden_layers=3, intermediate_size=192, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=WINDOW,
+            tie_word_embeddings=True, **SPECIAL_TOKENS,
+        ))  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=training.vocabulary, hidden_size=192, num_hidden_layers=4, intermediate_size=576,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=WINDOW, tie_word_embeddings=True,
@@ -147,7 +159,7 @@ def prune_by_magnitude(model: PreTrainedModel, sparsity: float) -> None:
 def main(words: list[str] | None = None) -> None:
     """Parse the command line, train, and print the contents of `training.json`."""
     parser = argparse.ArgumentParser(prog="python benchmarks/train_demo_models.py", description=__doc__)
-    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("family", choices=(*FAMILIES, "mixtral"))
     parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="a new folder")
     parser.add_argument("--steps", type=int, default=DemoTraining.steps)
     parser.add_argument(

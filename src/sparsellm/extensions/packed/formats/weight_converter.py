@@ -176,7 +176,7 @@ def plan_conversion(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
     most = sum(tensor.numel() for tensor in state.values())
-    if large := next((key for key, tensor in packed.items() if math.prod(tensor.entry.shape) > most), None):
+    if (large := next((key for key, tensor in packed.items() if math.prod(tensor.entry.shape) > most), None)) is not None:
         raise BadCheckpoint(f"{large} is {packed[large].entry.shape}, larger than all that config.json calls for.")
     dense = set(dense)
     sources: dict[str, list[tuple[str, str | None]]] = {}
