@@ -132,8 +132,8 @@ class BlockRecovery:
         names = {block.full_name(name): name for name in block.layers}
         block.scales.update({names[full_name]: x.scales for full_name, x in scales.items()})
         for layer in self.layers[block.name]:
-            weight, rounded = block.layer(names[layer.name]).weight, scales.get(layer.name)
-            yield replace(layer, zeros=count_zeros(weight), **(rounded.format.fields_of(weight) if rounded else NO_FORMAT))
+            weight, integers = block.layer(names[layer.name]).weight, scales.get(layer.name)
+            yield replace(layer, zeros=count_zeros(weight), **(integers.format.fields_of(weight) if integers else NO_FORMAT))
 
 
 NO_FORMAT = dict.fromkeys(("bits", "group_size", "bits_per_weight"))
