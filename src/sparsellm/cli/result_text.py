@@ -35,8 +35,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     described = report.describe()
     described = capitalized(described) if report.recovered_nothing else described
     print_line(console, f"{report.recipe.model}: {described}")
-    sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
-    print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
+    layers = f"{plural(len(report.layers), 'layer')} hold{'s' * (len(report.layers) == 1)}"
+    print_line(console, f"{layers} {100 * report.sparsity:.2f} % zeros; {share:.2f} % of all parameters are zero.")
     if report.sizes:
         print_line(console, f"Weights: {report.sizes}.")
     if report.coverage and (coverage := report.coverage.describe()):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.files import REPORT, WORK
 from sparsellm.checkpoints.stamps import SourceChanged
-from sparsellm.errors import BadCheckpoint, CannotResume, SparseLLMError
+from sparsellm.errors import BadCheckpoint, CannotResume, SparseLLMError, plural
 from sparsellm.methods import BLOCK_RESULT, WHOLE_MODEL, BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.outputs.folder import LOCK, locked, refuse_links, remove
@@ -113,7 +113,7 @@ class Journal:
             damage = "" if complete else f"line {len(lines) + 1} of the journal is damaged"
         if damage:
             count = len(journal._blocks)
-            journal.damage = f"{damage}: {count} blocks count as finished, later ones are pruned again"
+            journal.damage = f"{damage}: {plural(count, 'finished block')} left, later ones are pruned again"
             text = "".join(json.dumps(line) + "\n" for line in valid)
             durable(journal.file, text.encode())  # new lines are appended to these
         for file in folder.glob("*.partial"):  # of a killed process

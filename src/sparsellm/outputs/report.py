@@ -339,19 +339,19 @@ class Report(Summarized):
         if raised := [x for x in self.layers if x.damping is not None and x.damping != damping]:
             highest = max(raised, key=lambda layer: layer.damping or 0)
             yield (
-                f"damping was raised from {damping:g} on {len(raised)} layers because a factorization failed, "
+                f"damping was raised from {damping:g} on {plural(len(raised), 'layer')} because a factorization failed, "
                 f"to at most {highest.damping:g} on {highest.name}: use more calibration tokens"
             )
         if few := [x for x in self.layers if x.routed_tokens is not None and x.routed_tokens < x.tokens]:
             least = min(few, key=lambda layer: layer.routed_tokens or 0)
             yield (
-                f"{len({x.name.rpartition('.')[0] for x in few})} experts received fewer tokens than their layers have inputs, "
+                f"{plural(len({x.name.rpartition('.')[0] for x in few}), 'expert')} with fewer tokens than inputs of a layer, "
                 f"{least.name.rpartition('.')[0]} only {least.routed_tokens:,}: evenly spaced tokens of the layer were added, "
                 f"{least.tokens:,} in all"
             )
         if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
-            text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
-            yield f"{text}: use more calibration tokens"
+            text = f"{plural(len(unused), 'layer')} without a token, {unused[0]} first: pruned by magnitude"
+            yield f"{text}. Use more calibration tokens"
         zeros, recipe = self.totals.before_and_after, self.recipe
         if zeros and (advice := zeros_advice(recipe, self.totals.sparsity_before)):
             yield f"of the weights in the pruned layers {zeros}. {advice}"
@@ -360,7 +360,7 @@ class Report(Summarized):
         more = [x for x in self.layers if x.zeros > max(x.zeros_before, x.pattern.count_removed(x.shape))]
         if more:
             yield (
-                f"{len(more)} layers have more zeros than requested, {more[0].name} first "
+                f"more zeros than requested in {plural(len(more), 'layer')}, {more[0].name} first "
                 f"({100 * more[0].sparsity:.2f} %): inputs are always zero, "
                 "some dense weights were zero already, or small weights round to zero in the model's dtype"
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.errors import BadText, InvalidSetting
+from sparsellm.errors import BadText, InvalidSetting, plural
 from sparsellm.outputs.fingerprint import contents, text_contents
 from sparsellm.pipeline.dense_results import DenseCache
 from sparsellm.pipeline.loading import OpenedModel
@@ -134,7 +134,7 @@ def _given_sequences(tokens: Tensor, source: Checkpoint | InMemoryModel, kind: s
     if longest > source.length:
         raise BadText(f"{kind} sequences have {longest} tokens, but {source.name} takes at most {source.length}.")
     lengths = f"{shortest} to {longest}" if shortest < longest else f"{shortest}"
-    description = f"{len(tokens)} sequences of {lengths} tokens, given in memory"
+    description = f"{plural(len(tokens), 'sequence')} of {lengths} tokens, given in memory"
     config = (source.model.config if isinstance(source, InMemoryModel) else source.config).get_text_config()
     notes = tuple(twice_notes(getattr(config, "bos_token_id", None), tokens, SOURCE))
     return Sequences(tokens, description, notes)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsellm.errors import BadText, first_line, written_to
+from sparsellm.errors import BadText, first_line, plural, written_to
 from sparsellm.texts.rows import Conversation, Document, document_fields, document_of, document_size
 
 SHORT = 2**21
@@ -52,7 +52,7 @@ class DataSetDocuments(Sequence[Any]):
         self._field, self._source = field, source
         first = next((found for number in range(len(data)) if (found := self._read(number)) is not None), None)
         if first is None:
-            raise BadText(f"{source} holds no text: all of its {len(data):,} rows are empty.")
+            raise BadText(f"{source} holds no text in its {plural(len(data), 'row')}.")
         self.chats = isinstance(first, Conversation)
 
     @cached_property

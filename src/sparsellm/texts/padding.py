@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparsellm.errors import BadText
+from sparsellm.errors import BadText, plural
 
 PADDING = -1
 """Stands in place of a token after the end of a sequence that is shorter than others of its tensor; no model receives it."""
@@ -26,7 +26,7 @@ def pad(sequences: Sequence[Tensor]) -> Tensor:
     """
     short = next((number for number, sequence in enumerate(sequences, 1) if len(sequence) < 2), None)
     if short is not None:
-        raise BadText(f"Sequence {short} has {len(sequences[short - 1])} tokens; at least 2 are needed.")
+        raise BadText(f"Sequence {short} has {plural(len(sequences[short - 1]), 'token')}; at least 2 are needed.")
     return pad_sequence(list(sequences), batch_first=True, padding_value=PADDING)
 
 

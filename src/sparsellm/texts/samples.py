@@ -114,7 +114,7 @@ def calibration_windows(
         check_fits(needed, torch.device("cpu"), stage="Calibration", advice="Pass fewer `samples`.")
     drawn = None if text.rows or text.chats else _draw_from_documents(tokenized, samples, room, generator)
     drawn = None if drawn is None else _begun(tokenized, drawn)
-    origin, distinct = f", each at a random place of one of {len(tokenized):,} documents", samples * room
+    origin, distinct = f", each at a random place of one of {plural(len(tokenized), 'document')}", samples * room
     notes = []
     if drawn is None:
         notes += _short_documents(tokenized, sequence_length)
@@ -162,7 +162,7 @@ def test_windows(
     tokenized = TokenizedText(text, tokenizer, documents=documents, bos=bos, family=family)
     if tokenized.whole:
         windows, notes = _whole(tokenized, iter(range(len(tokenized))), sequence_length, limit)
-        description = f"{len(windows):,} documents, each from its start, cut after {sequence_length:,} tokens"
+        description = f"{plural(len(windows), 'document')}, each from its start, cut after {sequence_length:,} tokens"
     else:
         room = tokenized.room(sequence_length)
         stream = tokenized.stream if limit is None else tokenized.first_of_stream(limit * room)

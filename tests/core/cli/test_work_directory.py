@@ -291,7 +291,7 @@ def test_a_damaged_journal_is_reported(words: tuple[object, ...], tmp_path: Path
         stream.write("null\n")
     ran = command("prune", model, tmp_path / "out", *base, "--resume")
     assert ran.exit_code == 0
-    assert "of the journal is damaged: 2 blocks count as finished" in " ".join(ran.stderr.split())
+    assert "of the journal is damaged: 2 finished blocks" in " ".join(ran.stderr.split())
     assert same(tmp_path / "out", tmp_path / "whole")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsellm import __version__
-from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable, first_line
+from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable, first_line, plural
 from sparsellm.outputs.verification import read_finished, verify
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _prepare_repo(api: HfApi, repo: str, branch: str, *, private: bool, overwrit
         except RevisionNotFoundError:
             files = set()
     if files and not overwrite:
-        state = f"{repo} ({branch}) exists and holds {len(files)} files, {min(files)} first"
+        state = f"{repo} ({branch}) exists and holds {plural(len(files), 'file')}, {min(files)} first"
         raise OutputExists(f"{state}. Choose another name, or pass `overwrite=True` to replace them.")
     if branch != MAIN:
         api.create_branch(repo, branch=branch, exist_ok=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 
 from sparsellm.checkpoints.files import REPORT, WORK, checkpoint_name
-from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.errors import InvalidSetting, OutputExists, plural
 from sparsellm.evaluation.results import Summarized
 from sparsellm.extensions.packed.card import record_speed, recordable
 from sparsellm.extensions.packed.record import Bench
@@ -65,7 +65,7 @@ class Outcomes(Summarized, list[Outcome]):
         """The sweep, the states of its cells, and the first error, each in one line."""
         failed = next((outcome for outcome in self if outcome.error), None)
         return {
-            "sweep": f"{self.title}, {len(self)} cells in {self.folder}",
+            "sweep": f"{self.title}, {plural(len(self), 'cell')} in {self.folder}",
             "cells": ", ".join(f"{count} {state}" for state, count in Counter(outcome.state for outcome in self).items()),
             "errors": f"{failed.cell.name}: {failed.error}" if failed else "none",
         }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparsellm.checkpoints.files import WORK
 from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
+from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached, plural
 from sparsellm.evaluation.results import is_fraction
 from sparsellm.extensions.studies.search_result import SEARCH, Point, SearchResult
 from sparsellm.extensions.studies.searched import PrunedSizes, Searched
@@ -54,7 +54,7 @@ class Search:
     outcome: str
 
     def __repr__(self) -> str:
-        return f"<Search: {self.outcome}, {len(self.points)} values tried, in {self.output}>"
+        return f"<Search: {self.outcome}, {plural(len(self.points), 'value')} tried, in {self.output}>"
 
 
 def bisect(is_met: Callable[[int], bool], count: int) -> int:
