@@ -345,9 +345,9 @@ class Report(Summarized):
         if few := [x for x in self.layers if x.routed_tokens is not None and x.routed_tokens < x.tokens]:
             least = min(few, key=lambda layer: layer.routed_tokens or 0)
             yield (
-                f"{plural(len({x.name.rpartition('.')[0] for x in few}), 'expert')} with fewer tokens than inputs of a layer, "
-                f"{least.name.rpartition('.')[0]} only {least.routed_tokens:,}: evenly spaced tokens of the layer were added, "
-                f"{least.tokens:,} in all"
+                f"{plural(len({x.name.rpartition('.')[0] for x in few}), 'expert')} got fewer tokens than their layers have "
+                f"inputs, {least.name.rpartition('.')[0]} only {least.routed_tokens:,}: evenly spaced tokens of the layer were "
+                f"added, {least.tokens:,} in all"
             )
         if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
             text = f"{plural(len(unused), 'layer')} without a token, {unused[0]} first: pruned by magnitude"
