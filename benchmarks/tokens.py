@@ -45,16 +45,18 @@ OURS = {"fast": {"method": "sparsellm", "effort": "fast"}, "default": {"method":
 Cells = dict[str, float]
 
 
-def settings_of(method: str, pattern: str) -> dict[str, object] | None:
-    """The settings of a cell; None for a method that distributes no sparsity by the Fisher information."""
+def settings_of(method: str, pattern: str) -> dict[str, object]:
+    """The settings of a cell."""
     sparsity, *uniform = pattern.split()
     if method in RIVALS:
-        return None if not uniform and "%" in pattern else RIVALS[method] | {"sparsity": sparsity}
+        return RIVALS[method] | {"sparsity": sparsity}
     return OURS[method] | {"sparsity": sparsity} | ({"allocation": "uniform"} if uniform else {})
 
 
 def key_of(method: str, pattern: str, count: int, seed: int) -> str:
-    """The name of a cell in a file."""
+    """The name of a cell in a file; SparseGPT and ALPS, which share no sparsity out, have uniform ones only."""
+    if method in RIVALS and pattern.endswith("%"):
+        pattern = f"{pattern} uniform"
     return f"{method} | {pattern} | {count} | {seed}"
 
 
@@ -66,10 +68,9 @@ def measure(words: argparse.Namespace) -> None:
     dense = measure_perplexity(source.load(), tests).value
     for seed, count, pattern, method in product(words.seeds, words.counts, words.patterns, words.methods):
         key = key_of(method, pattern, count, seed)
-        if settings_of(method, pattern) is None or key in read_figures(file):
-            continue
-        model = pruned(words, method, pattern, count, seed)
-        record(file, key, round(math.log(measure_perplexity(model, tests).value / dense), 5))
+        if key not in read_figures(file):
+            model = pruned(words, method, pattern, count, seed)
+            record(file, key, round(math.log(measure_perplexity(model, tests).value / dense), 5))
 
 
 def pair(words: argparse.Namespace) -> Iterator[str]:
@@ -80,8 +81,8 @@ def pair(words: argparse.Namespace) -> Iterator[str]:
     for pattern, count in product(words.patterns, words.counts):
         found = []
         for seed in words.seeds:
-            losses = [sequence_losses(pruned(words, method, pattern, count, seed), tests) for method in words.methods]
-            found.append(losses[0] - losses[1])
+            one, other = (pruned(words, method, pattern, count, seed).float() for method in words.methods)
+            found.append(sequence_losses(one, tests) - sequence_losses(other, tests))
         gaps = torch.stack(found).double()  # (seeds, sequences)
         errors = (gaps.mean(axis).std() / math.sqrt(gaps.shape[1 - axis]) for axis in (0, 1))
         text = " ± ".join(f"{error:.5f}" for error in errors)
@@ -89,16 +90,14 @@ def pair(words: argparse.Namespace) -> Iterator[str]:
 
 
 def pruned(words: argparse.Namespace, method: str, pattern: str, count: int, seed: int) -> PreTrainedModel:
-    """The model pruned as a cell says; the method is one for which `settings_of` gives settings."""
-    settings = settings_of(method, pattern) or {}
+    """The model pruned as a cell says."""
     drawn = {"calibration": words.calibrate, "samples": count, "sequence_length": LENGTH, "seed": seed} | CUT
-    return prune_run(read_recipe(settings | drawn | {"model": words.model}), lambda event: None).model
+    settings = settings_of(method, pattern) | drawn | {"model": words.model}
+    return prune_run(read_recipe(settings), lambda event: None).model
 
 
 def excesses(cells: Cells, method: str, pattern: str, count: int) -> dict[int, float]:
-    """The excess by seed; of SparseGPT and ALPS, which share no sparsity out, with uniform sparsity."""
-    if method in RIVALS and pattern in ("50%", "80%"):
-        pattern = f"{pattern} uniform"
+    """The excess by seed."""
     keys = {seed: key_of(method, pattern, count, seed) for seed in range(10)}
     return {seed: cells[key] for seed, key in keys.items() if key in cells}
 

@@ -23,7 +23,7 @@ INPUTS = 1000
 SECONDS = 10.0
 """What reading one may take; valid ones take milliseconds."""
 
-DEEP = 20_000
+DEEP = 100_000
 
 FRAGMENTS = [
     b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x1b[2J", b"\r\n", b"\t", b"\xe2\x80\xa8", b"\x80" * 9,
@@ -35,7 +35,7 @@ FRAGMENTS = [
 """What is put into a file's bytes."""
 
 BOTTOMLESS = [b"[" * DEEP, b"{" * DEEP, b'{"a":' * DEEP, b"- " * DEEP]
-"""The same, rarely: to refuse one takes YAML's reader long."""
+"""The same, rarely: to refuse one takes YAML's reader a second."""
 
 RAW = [
     "1" * 5000, "-1", "0", "1", "2", "3.5", "1e999", "1e308", "-1e-320", "9223372036854775808", "18446744073709551615",
