@@ -25,7 +25,7 @@ from typing import Any
 
 import gguf_models
 import torch
-from gptq import GPTQ, Compensated, Grid, RoundToNearest
+from gptq import GPTQ, Compensated, Grid, Rounded, RoundToNearest
 from measuring import MEASURED, read_figures, record
 from torch import Tensor, nn
 
@@ -44,7 +44,6 @@ from sparsellm.pipeline.prune import prune_run
 from sparsellm.pipeline.sequential import prune_blocks
 from sparsellm.recipes.file import read_recipe
 from sparsellm.recipes.plan import uniform_plan
-from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.texts.samples import calibration_windows, test_windows
 from sparsellm.texts.texts import read_text
 
@@ -160,8 +159,8 @@ def round_layers(model: nn.Module, bits: int) -> None:
 
 
 def apply(model: nn.Module, method: BlockMethod, samples: tuple[Tensor, ...]) -> None:
-    """Change the layers of a model by a method whose solver passes over the pattern."""
-    for _ in prune_blocks(model, samples, method, uniform_plan(blocks_of(model), parse_pattern("50%"))):
+    """Change the layers of a model by a method whose solver rounds."""
+    for _ in prune_blocks(model, samples, method, uniform_plan(blocks_of(model), Rounded())):
         pass
 
 

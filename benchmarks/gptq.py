@@ -7,6 +7,8 @@ order of their inputs' size, with scales of the groups as they are stored (llm-c
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,8 +74,28 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Rounded(Pattern):
+    """The pattern of a layer that is rounded: any of its weights may become zero, and none needs to."""
+
+    sparsity: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> None:
+        """No text names it."""
+
+    def count_removed(self, shape: Sequence[int]) -> int:
+        return math.prod(shape)
+
+    def holds(self, weight: Tensor) -> bool:
+        return True
+
+    def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
+        return torch.ones_like(score, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
 class RoundToNearest:
-    """A solver that rounds, and removes nothing: the pattern has no effect."""
+    """A solver that rounds."""
 
     grid: Grid
     needs: ClassVar[type[TokenCount]] = InputRMS  # a layer without inputs is not passed to a solver
@@ -84,7 +106,7 @@ class RoundToNearest:
 
 @dataclass(frozen=True)
 class GPTQ:
-    """A solver that rounds column by column, and removes nothing: the pattern has no effect.
+    """A solver that rounds column by column.
 
     in_order: whether the columns are rounded from left to right instead of those with the largest inputs first.
     """

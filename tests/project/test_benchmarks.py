@@ -17,7 +17,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
+from sparsellm.testing.tiny_models import tiny_model
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -30,6 +32,28 @@ def test_every_script_imports(monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(name)
         run = f"{name}.py" if hasattr(module, "main") else ""
         assert f"python benchmarks/{run}" in str(module.__doc__), name
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.7])
+def test_solvers_that_round(sparsity: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense ones leave as many values in a group as its bits have; the compensated one keeps the zeros that were there."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    bits, gptq = (importlib.import_module(name) for name in ("bits", "gptq"))
+    grid, generator = gptq.Grid(3, 32), torch.Generator().manual_seed(0)
+    compensated = bits.SparseLLM(gptq.Compensated(3), scope="none", keep_zeros=True)
+    for method in (bits.LayerWise(gptq.RoundToNearest(grid)), bits.TrueSequential(gptq.GPTQ(grid)), compensated):
+        model = tiny_model("llama")
+        weights = {name: layer.weight.detach() for name, layer in bits.layers_of(model).items()}
+        for weight in weights.values():
+            weight.mul_(torch.rand(weight.shape, generator=generator) >= sparsity)
+        removed = {name: weight == 0 for name, weight in weights.items()}
+        bits.apply(model, method, torch.randint(64, (8, 16), generator=generator).split(4))
+        for name, layer in bits.layers_of(model).items():
+            if method is compensated:
+                assert not layer.weight[removed[name]].any()
+            else:
+                groups = [group for row in layer.weight for group in row.split(grid.group_size)]
+                assert max(len(group.unique()) for group in groups) <= 2**grid.bits
 
 
 @pytest.mark.long
