@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedConfig
 
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.errors import plural
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks" / "measured"
@@ -44,7 +45,7 @@ def read_figures(file: Path) -> dict[str, Any]:
 
 def write_figures(file: Path, figures: dict[str, Any], machine: str = "") -> None:
     """Write figures, with the machine that this is, or another's name."""
-    machine = machine or f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    machine = machine or f"{processor()}, {plural(torch.get_num_threads(), 'thread')}, torch {torch.__version__}"
     partial = file.with_name(f".{file.name}.partial")  # so that an interruption leaves the figures that were there
     partial.write_text(json.dumps(figures | {"machine": machine}, indent=1) + "\n", encoding="utf-8")
     partial.replace(file)

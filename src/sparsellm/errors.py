@@ -165,7 +165,7 @@ def capitalized(text: str) -> str:
 
 def plural(count: int, noun: str) -> str:
     """A count with its noun, as "1 layer" or "1,024 layers"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.errors import InvalidSetting, dtype_name
+from sparsellm.errors import InvalidSetting, dtype_name, plural
 from sparsellm.models.contexts import product_dtype_context
 from sparsellm.models.sparse_matmul import SKIPPING_ZEROS, max_density
 from sparsellm.observers.events import DIGESTING, Note, Observer, Stage, add_note
@@ -119,7 +119,7 @@ def _note_machine(journal: Journal, observer: Observer) -> None:
     if recorded is None:
         journal.store_fact("machine", current)
     elif recorded != current:
-        before, now = (f"{x['processes']} processes of {x['threads']} threads" for x in (recorded, current))
+        before, now = (f"{plural(x['processes'], 'process')} of {plural(x['threads'], 'thread')}" for x in (recorded, current))
         observer(Note(f"started with {before}, resumed with {now}: rounding differs, and so may the masks"))
 
 

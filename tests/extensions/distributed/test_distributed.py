@@ -281,7 +281,7 @@ def test_two_launchers_one_of_which_ends(
     alone = [sys.executable, "-m", "sparsellm", "prune", tiny["llama"], output, *words, "--resume"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     resumed = subprocess.run(list(map(str, alone)), env=environment, capture_output=True, text=True, timeout=240, check=True)
-    assert "started with 2 processes of 1 threads, resumed with 1 processes of 1 threads" in " ".join(resumed.stderr.split())
+    assert "started with 2 processes of 1 thread, resumed with 1 process of 1 thread" in " ".join(resumed.stderr.split())
     assert weights_of(output) == unbroken  # what is promised is less: the same but for rounding
 
 
