@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from sparsellm.errors import SingularGram
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.linalg import add_diagonal, cholesky_, dot_float64, inner_float64, quadratic_form
+from sparsellm.solvers.linalg import (
+    add_diagonal,
+    check_pivot,
+    dead_inputs,
+    dot_float64,
+    inner_float64,
+    inverse_factor_,
+    quadratic_form,
+)
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import CrossMoment, Gram
 
@@ -19,8 +27,15 @@ FLOOR = 1e-3
 """The part of a regression's ridge that does not depend on its tokens, as a fraction of the mean of the Gram diagonal. It makes
 masks robust against rounding."""
 
-MAX_RIDGE = 1e4
-"""Largest ridge of `moment_ridge`, which leaves the prior weight as it is."""
+MIN_RIDGE, MAX_RIDGE = 1e-4, 1e4
+"""Limits of the ridge. The smallest is far below `FLOOR`; the largest leaves the prior weight as it is."""
+
+TOLERANCE = 1e-3
+"""Fraction within which errors of cross-validation count as equal; the largest of their ridges is used, so that rounding does
+not decide."""
+
+DEPENDENT_TOKENS = 3
+"""How many tokens of a text count as one in generalized cross-validation, which is for independent observations."""
 
 RESOLUTION = 1e-6
 """Fraction of the targets' power below which what the prior weight leaves of them is rounding."""
@@ -43,19 +58,18 @@ class Regression(ABC):
     def problem(self, prior: Tensor, curvature: Tensor | None = None) -> LayerProblem:
         r"""The layer problem of matching the targets, regularized toward a prior weight as the number of tokens demands.
 
-        With the prior weight $W_0$, $D$ = diag $G$ and its mean $d$, the target is
-        $W^\star = W_0 + (C - W_0 G)(G + \lambda D + \epsilon d I)^{-1}$. The ridge $\lambda$ is `moment_ridge`, $\epsilon$ is
-        `FLOOR`, and the problem's Gram matrix has `oracle_shrinkage`. Ridge and shrinkage tend to 0 with many tokens.
+        The target is $W^\star = W_0 + \Delta$ with the prior weight $W_0$ and the `ridge_change` $\Delta$ for the moments
+        $C - W_0 G$ of the residuals, from the `moment_ridge` down; the problem's Gram matrix has `oracle_shrinkage`. Ridge and
+        shrinkage tend to 0 with many tokens.
 
         Args:
             prior: $W_0$, (out, in).
             curvature: The curvature of the problem; it does not affect the target.
 
         Raises:
-            SingularGram: If the Gram matrix is not positive definite even with $\epsilon = 1$.
+            SingularGram: If the Gram matrix is not positive definite with the largest ridge.
         """
         gram = self._gram.view.to(prior.dtype)
-        # Solving for the correction W* - W0 returns exactly W0 if t = W0 x, whatever the rounding of the solve.
         residual = self._cross.to(prior.dtype) - matmul(prior, gram)
         scale = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.inf).rsqrt()  # to inputs of variance 1; 0 for dead ones
         matched, more, moments, correlations, squares, trace, features = devices.to_python(  # each reading waits for the device
@@ -71,8 +85,10 @@ class Regression(ABC):
         )
         power, size = self.power, {"features": round(features), "tokens": max(self.inputs.tokens, 1)}
         left = power - matched - more  # E‖t - W0 x‖²
-        ridge = moment_ridge(moments, left, correlations, **size) if left > RESOLUTION * power else 0.0
-        target = torch.cholesky_solve(residual.T, _factor(gram, ridge)).T.add_(prior)
+        target = prior.clone()
+        if not left <= RESOLUTION * power:
+            ridge = moment_ridge(moments, left, correlations, **size)
+            target += ridge_change(residual, gram, left, ridge, **size)
         return LayerProblem(target, self._gram, curvature, shrinkage=oracle_shrinkage(squares, trace, **size))
 
     def bias(self, weight: Tensor) -> Tensor | None:
@@ -124,27 +140,75 @@ def moment_ridge(moments: float, left: float, squares: float, *, features: int, 
         tokens: n.
 
     Returns:
-        The ridge, at least 0; `MAX_RIDGE` if the moments are no larger than those of noise.
+        The ridge, from `MIN_RIDGE` to `MAX_RIDGE`, which stands for moments that are no larger than those of noise.
     """
     surplus, scale = moments - left * features / tokens, squares - features**2 / tokens  # surplus = a * scale
     if not (surplus > 0 and scale > 0):
         return MAX_RIDGE
     variance = surplus / scale
-    return min(max((left - variance * features) / (tokens * variance), 0.0), MAX_RIDGE)
+    return min(max((left - variance * features) / (tokens * variance), MIN_RIDGE), MAX_RIDGE)
 
 
-def _factor(gram: Tensor, ridge: float) -> Tensor:
-    """The Cholesky factor of G + ridge D + `FLOOR` d I; the floor is raised tenfold as often as rounding makes it fail."""
-    floor = FLOOR
-    while True:
-        pulled = add_diagonal(gram, floor)
-        pulled.diagonal().add_(gram.diagonal(), alpha=ridge)
-        try:
-            return cholesky_(pulled, floor, "floor")
-        except SingularGram:
-            if floor >= 1:
-                raise
-            floor *= 10
+def ridge_change(residual: Tensor, gram: Tensor, left: float, ridge: float, *, features: int, tokens: int) -> Tensor:
+    r"""The change of a weight that a ridge regression of residuals on the inputs gives, with the given ridge or a smaller one.
+
+    The change is $\Delta_\lambda = R\,(A + \lambda\,\mathrm{diag}\,A)^{-1}$ with $A = G + \epsilon d I$, where d is the mean
+    of diag G and $\epsilon$ = `FLOOR`. The ridge is divided by 10 as long as that lowers the error of generalized
+    cross-validation (Golub, Heath and Wahba, 1979), with n' independent tokens,
+
+    $$\frac{E\lVert r - \Delta_\lambda x \rVert^2 + \epsilon d\,\lVert \Delta_\lambda \rVert^2}{(1 - f_\lambda / n')^2},
+    \quad f_\lambda = \mathrm{tr}\, A\,(A + \lambda\,\mathrm{diag}\,A)^{-1}.$$
+
+    A ridge by moments misses changes in directions of little variance; with many tokens they are known, and the error tells.
+    With few, or where it is not defined, the given ridge stays. Cost: a factorization and its inverse, and two products of
+    (out, in) by (in, in), for each of two to six ridges.
+
+    Args:
+        residual: R, (out, in), the moments of residuals r and inputs.
+        gram: G, (in, in).
+        left: The power of the residuals.
+        ridge: The largest ridge; raised if the Gram matrix is singular with it.
+        features: The number of inputs that are not constant.
+        tokens: The number of tokens, `DEPENDENT_TOKENS` times n'.
+
+    Returns:
+        (out, in).
+
+    Raises:
+        SingularGram: If the Gram matrix is not positive definite with any ridge up to `MAX_RIDGE`.
+    """
+    live = ~dead_inputs(gram)
+
+    def fit(ridge: float) -> tuple[float, Tensor, Tensor]:
+        """The error of cross-validation, NaN if the factorization failed, the change, and the pivot that failed."""
+        pulled = add_diagonal(gram, FLOOR)
+        penalty = ridge * pulled.diagonal()
+        pulled.diagonal().add_(penalty)
+        factor, pivot = inverse_factor_(pulled)
+        change = matmul(matmul(residual, factor.T), factor)
+        shrunk = (factor.square().sum(0) * penalty * live).sum()
+        failed, explained, penalized, fixed = devices.to_python(
+            [pivot, inner_float64(change, residual), inner_float64(change, change * penalty), shrunk]
+        )
+        freedom = (features - fixed) * DEPENDENT_TOKENS / tokens
+        error = (left - explained - penalized) / (1 - freedom) ** 2 if freedom < 1 else math.inf
+        return math.nan if failed else error, change, pivot
+
+    error, change, pivot = fit(ridge)
+    while math.isnan(error):
+        if ridge >= MAX_RIDGE:
+            check_pivot(pivot, len(gram), ridge, setting="ridge")
+        ridge *= 10
+        error, change, pivot = fit(ridge)
+    errors = {ridge: error}
+    while ridge > MIN_RIDGE:
+        ridge /= 10
+        error = fit(ridge)[0]
+        if not error < min(errors.values()):
+            break
+        errors[ridge] = error
+    chosen = max(ridge for ridge, error in errors.items() if error <= (1 + TOLERANCE) * min(errors.values()))
+    return change if chosen == max(errors) else fit(chosen)[1]
 
 
 def _squares(matrix: Tensor) -> Tensor:
