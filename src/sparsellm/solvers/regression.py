@@ -191,7 +191,7 @@ def ridge_change(residual: Tensor, gram: Tensor, left: float, ridge: float, *, f
             [pivot, inner_float64(change, residual), inner_float64(change, change * penalty), shrunk]
         )
         freedom = (features - fixed) * DEPENDENT_TOKENS / tokens
-        error = (left - explained - penalized) / (1 - freedom) ** 2 if freedom < 1 else math.inf
+        error = max(left - explained - penalized, 0.0) / (1 - freedom) ** 2 if freedom < 1 else math.inf
         return math.nan if failed else error, change, pivot
 
     error, change, pivot = fit(ridge)

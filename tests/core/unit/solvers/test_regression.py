@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from sparsellm.errors import SingularGram
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.regression import (
+    FLOOR,
+    MIN_RIDGE,
     LinearTargetRegression,
     PairedStatistics,
     Regression,
     TargetRegression,
+    ridge_change,
 )
 from sparsellm.solvers.statistics import Gram
 from tests.pairwise import pairwise
@@ -157,6 +162,19 @@ def test_many_tokens_tell_changes_where_inputs_vary_little(affine: bool) -> None
     found = summed(x.float(), y.float(), affine).problem(prior.float()).weight.double() - prior
     missing = (found - change) @ root
     assert float(missing.square().sum()) < 0.1 * float((change @ root).square().sum())
+
+
+def test_a_gram_that_is_not_positive_definite() -> None:
+    """A larger ridge makes up for rounding; no ridge makes up for a value that is no number."""
+    gram, residual = torch.ones(4, 4), torch.ones(3, 4)
+    gram[0, 1] = gram[1, 0] = 1.2
+    assert torch.linalg.eigvalsh(gram + FLOOR * torch.eye(4)).min() < 0
+    change = ridge_change(residual, gram, 1.0, MIN_RIDGE, features=4, tokens=1000)
+    assert bool(change.isfinite().all())
+    assert bool(change.any())
+    gram[2, 3] = gram[3, 2] = math.nan
+    with pytest.raises(SingularGram):
+        ridge_change(residual, gram, 1.0, MIN_RIDGE, features=4, tokens=1000)
 
 
 @every_form
