@@ -191,8 +191,10 @@ def ridge_change(residual: Tensor, gram: Tensor, left: float, ridge: float, *, f
             [pivot, inner_float64(change, residual), inner_float64(change, change * penalty), shrunk]
         )
         freedom = (features - fixed) * DEPENDENT_TOKENS / tokens
+        if failed:
+            return math.nan, change, pivot
         error = max(left - explained - penalized, 0.0) / (1 - freedom) ** 2 if freedom < 1 else math.inf
-        return math.nan if failed else error, change, pivot
+        return math.inf if math.isnan(error) else error, change, pivot
 
     error, change, pivot = fit(ridge)
     while math.isnan(error):

@@ -172,6 +172,7 @@ def test_a_gram_that_is_not_positive_definite() -> None:
     change = ridge_change(residual, gram, 1.0, MIN_RIDGE, features=4, tokens=1000)
     assert bool(change.isfinite().all())
     assert bool(change.any())
+    assert bool(ridge_change(residual * math.nan, gram, math.nan, MIN_RIDGE, features=4, tokens=1000).isnan().any())
     gram[2, 3] = gram[3, 2] = math.nan
     with pytest.raises(SingularGram):
         ridge_change(residual, gram, 1.0, MIN_RIDGE, features=4, tokens=1000)
