@@ -86,7 +86,7 @@ class Regression(ABC):
         power, size = self.power, {"features": round(features), "tokens": max(self.inputs.tokens, 1)}
         left = power - matched - more  # E‖t - W0 x‖²
         target = prior.clone()
-        if not left <= RESOLUTION * power:
+        if not left <= RESOLUTION * power:  # NaN goes on, for the run to say so
             ridge = moment_ridge(moments, left, correlations, **size)
             target += ridge_change(residual, gram, left, ridge, **size)
         return LayerProblem(target, self._gram, curvature, shrinkage=oracle_shrinkage(squares, trace, **size))
@@ -210,7 +210,7 @@ def ridge_change(residual: Tensor, gram: Tensor, left: float, ridge: float, *, f
             break
         errors[ridge] = error
     chosen = max(ridge for ridge, error in errors.items() if error <= (1 + TOLERANCE) * min(errors.values()))
-    return change if chosen == max(errors) else fit(chosen)[1]
+    return change if chosen == max(errors) else fit(chosen)[1]  # again: the changes of all ridges would take memory
 
 
 def _squares(matrix: Tensor) -> Tensor:
